@@ -1,14 +1,14 @@
 """Every exception the plug-in raises on purpose; knows nothing but Python.
 
-    SdxError
-    ├── RefusedError (ValueError)        refused before any work: exit code 2
-    │   ├── BudgetError                  the plan does not fit; carries the plan
-    │   ├── CheckpointError              a model, LoRA or configuration that cannot be read
-    │   ├── SizeError                    a picture size that the model cannot do
-    │   ├── PictureError                 an input or output picture that cannot be used
-    │   └── PlacementError               a device move or hook that conflicts with a held plan
-    └── WorkError (RuntimeError)         the work itself failed: exit code 1
-        └── BudgetExceeded               the driver saw more than the budget; carries the figures
+SdxError
+├── RefusedError (ValueError)        refused before any work: exit code 2
+│   ├── BudgetError                  the plan does not fit; carries the plan
+│   ├── CheckpointError              a model, LoRA or configuration that cannot be read
+│   ├── SizeError                    a picture size that the model cannot do
+│   ├── PictureError                 an input or output picture that cannot be used
+│   └── PlacementError               a device move or hook that conflicts with a held plan
+└── WorkError (RuntimeError)         the work itself failed: exit code 1
+    └── BudgetExceeded               the driver saw more than the budget; carries the figures
 """
 
 from typing import Any

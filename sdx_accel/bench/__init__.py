@@ -1,1 +1,1 @@
-"""Set up by its owner."""
+"""Measures whole pictures on this machine; drives the public interface, is used by nothing."""

@@ -1,0 +1,87 @@
+"""Attaches the three methods to diffusers when, and only when, diffusers is imported."""
+
+import sys
+import warnings
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+__all__ = ["register"]
+
+METHODS = ("disable_xattn", "enable_xattn", "xattn_report")
+_HOSTS = {
+    "diffusers.pipelines.pipeline_utils": "DiffusionPipeline",
+    "diffusers.models.modeling_utils": "ModelMixin",
+}
+
+
+def _method(kind: str, name: str) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from sdx_accel import api
+
+        return getattr(api, f"{kind}_{name}")(self, *args, **kwargs)
+
+    return forward
+
+
+def _enable(kind: str) -> Any:
+    # spelled out, so that help() and editors show the arguments
+    def enable_xattn(
+        self: Any,
+        attention_op: Any = None,
+        *,
+        vram: float | str | None = None,
+        device: Any = None,
+        quality: str = "exact",
+        fused: bool = True,
+    ) -> None:
+        """Swap in sdx_accel's attention; with `vram`, also plan and hold a memory budget.
+
+        Args:
+            attention_op: None picks per shape; "torch" keeps torch's kernels; or an operator.
+            vram: GiB as the driver counts them, "auto", "80%", or -N for "all but N GiB".
+            device: where to compute; the current CUDA device by default, else the CPU.
+            quality: "exact" or "near".
+            fused: use fused variants where there are any.
+        """
+        from sdx_accel import api
+
+        getattr(api, f"{kind}_enable_xattn")(
+            self, attention_op, vram=vram, device=device, quality=quality, fused=fused
+        )
+
+    return enable_xattn
+
+
+def _attach(host: type, kind: str) -> None:
+    taken = [name for name in METHODS if name in vars(host)]
+    if taken:
+        warnings.warn(
+            f"{host.__name__} already has {', '.join(taken)}: sdx_accel attaches nothing to it",
+            stacklevel=2,
+        )
+        return
+    for name in METHODS:
+        method = _enable(kind) if name == "enable_xattn" else _method(kind, name)
+        method.__name__ = name
+        method.__qualname__ = f"{host.__name__}.{name}"
+        if name == "disable_xattn":
+            method.__doc__ = "Put back exactly what `enable_xattn` replaced."
+        elif name == "xattn_report":
+            method.__doc__ = "What runs per layer and why; per phase, predicted and measured peak."
+        setattr(host, name, method)
+
+
+def register() -> None:
+    """Hook into diffusers' two base classes; fires at once for what is already imported."""
+    for module, host in _HOSTS.items():
+        kind = "pipeline" if host == "DiffusionPipeline" else "model"
+
+        def on_import(loaded: ModuleType, host: str = host, kind: str = kind) -> None:
+            _attach(getattr(loaded, host), kind)
+
+        if module in sys.modules and hasattr(sys.modules[module], host):
+            on_import(sys.modules[module])
+        else:
+            wrapt.register_post_import_hook(on_import, module)

@@ -1,0 +1,277 @@
+"""The one place that joins patches, budget and runtime; what the attached methods call."""
+
+import json
+import logging
+import os
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+import sdx_patches
+from sdx_accel.budget.machine import Machine
+from sdx_accel.budget.plan import Plan
+from sdx_accel.budget.units import parse_vram
+from sdx_accel.errors import RefusedError
+from sdx_accel.runtime.budget_session import BudgetSession
+from sdx_accel.runtime.checkpoints import describe
+from sdx_accel.runtime.descriptions import ModelDescription
+from sdx_accel.runtime.enforce import PhaseRecord
+from sdx_accel.runtime.kernel_cache import ensure_kernel_cache
+from sdx_accel.runtime.meta_models import describe_pipeline
+from sdx_accel.runtime.planning import check_quality, plan_job
+from sdx_accel.runtime.probe import open_card, read_idle_cards
+from sdx_accel.runtime.profiler import Job
+
+__all__ = [
+    "Report",
+    "model_disable_xattn",
+    "model_enable_xattn",
+    "model_xattn_report",
+    "pipeline_disable_xattn",
+    "pipeline_enable_xattn",
+    "pipeline_xattn_report",
+    "plan",
+]
+
+_SESSION = "_sdx_budget"
+_log = logging.getLogger("sdx_accel")
+
+
+def _speak() -> None:
+    """Let plans and notes reach stderr unless the application has set up logging itself."""
+    if not _log.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        _log.addHandler(handler)
+        _log.setLevel(logging.INFO)
+        _log.propagate = False
+
+
+def _owner(root: Any) -> str:
+    return f"{type(root).__name__}@{id(root):x}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What runs and what it took; prints as a table.
+
+    Args:
+        layers: per attention layer: path, requested, running, reason.
+        phases: per phase: predicted and measured peak in GiB.
+        plan: the plan that is being held, or None.
+    """
+
+    layers: tuple[sdx_patches.Layer, ...]
+    phases: tuple[PhaseRecord, ...]
+    plan: Plan | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON-ready values."""
+        return {
+            "layers": [asdict(layer) for layer in self.layers],
+            "phases": [asdict(phase) for phase in self.phases],
+            "plan": None if self.plan is None else self.plan.to_dict(),
+        }
+
+    def to_json(self) -> str:
+        """The report as JSON text."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
+
+    def __str__(self) -> str:
+        groups: dict[tuple[str, str, str, str], int] = {}
+        for layer in self.layers:
+            key = (layer.path.split(".")[0], layer.requested, layer.running, layer.reason)
+            groups[key] = groups.get(key, 0) + 1
+        lines = [
+            f"{where}: {n} layers, requested {requested}, running {running}"
+            + (f" ({reason})" if reason else "")
+            for (where, requested, running, reason), n in groups.items()
+        ]
+        lines += [str(phase) for phase in self.phases]
+        return "\n".join(lines) if lines else "sdx_accel is not enabled here"
+
+
+def _device(device: Any) -> torch.device:
+    if device is not None:
+        chosen = torch.device(device)
+        if chosen.type == "cuda" and not torch.cuda.is_available():
+            raise RefusedError(
+                f"device {chosen} asked, but torch {torch.__version__} sees no CUDA device; "
+                "`sdx-accel doctor` says why"
+            )
+        return chosen
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _disabled() -> bool:
+    if os.environ.get("SDX_DISABLE", "") in ("", "0"):
+        return False
+    _log.info("SDX_DISABLE is set: enable_xattn() does nothing")
+    return True
+
+
+def pipeline_enable_xattn(
+    pipe: Any,
+    attention_op: Any = None,
+    *,
+    vram: float | str | None = None,
+    device: Any = None,
+    quality: str = "exact",
+    fused: bool = True,
+) -> None:
+    """`DiffusionPipeline.enable_xattn`: see `sdx_accel._attach` for the arguments.
+
+    Raises:
+        RefusedError: an argument that cannot be honoured; nothing is changed then.
+        PlacementError: offload hooks or a device map compete with the budget.
+    """
+    _speak()
+    if _disabled():
+        return
+    check_quality(quality)
+    ensure_kernel_cache()
+    request = None if vram is None else parse_vram(vram)
+    if request is not None:
+        # before anything starts CUDA: the idle card is what the budget is counted from
+        read_idle_cards()
+    fresh = not any(layer.patched for layer in sdx_patches.layers(pipe))
+    sdx_patches.patch(pipe, owner=_owner(pipe), attention_op=attention_op, fused=fused)
+    if request is None:
+        return
+    session: BudgetSession | None = pipe.__dict__.get(_SESSION)
+    chosen = _device(device)
+    try:
+        if session is not None and session.device == chosen:
+            session.change(request, quality)
+            return
+        if session is not None:
+            session.release()
+        pipe.__dict__[_SESSION] = BudgetSession(pipe, request, chosen, quality)
+    except BaseException:
+        if fresh:
+            sdx_patches.restore(pipe, owner=_owner(pipe))
+        raise
+
+
+def pipeline_disable_xattn(pipe: Any) -> None:
+    """`DiffusionPipeline.disable_xattn`: nothing happens where nothing was enabled."""
+    session: BudgetSession | None = pipe.__dict__.pop(_SESSION, None)
+    if session is not None:
+        session.release()
+    sdx_patches.restore(pipe, owner=_owner(pipe))
+
+
+def pipeline_xattn_report(pipe: Any) -> Report:
+    """`DiffusionPipeline.xattn_report`."""
+    session: BudgetSession | None = pipe.__dict__.get(_SESSION)
+    layers = tuple(sdx_patches.layers(pipe))
+    if session is None:
+        return Report(layers, (), None)
+    done = session.executor.audit.records
+    phases = tuple(
+        done.get(phase.name, PhaseRecord(phase.name, phase.predicted_peak_gib, None))
+        for phase in session.plan.phases
+    )
+    return Report(layers, phases, session.plan)
+
+
+def model_enable_xattn(
+    model: Any,
+    attention_op: Any = None,
+    *,
+    vram: float | str | None = None,
+    device: Any = None,
+    quality: str = "exact",
+    fused: bool = True,
+) -> None:
+    """`ModelMixin.enable_xattn`: attention only; a budget belongs to a pipeline.
+
+    Raises:
+        RefusedError: `vram` or `device` was given.
+    """
+    _speak()
+    if vram is not None or device is not None:
+        raise RefusedError("a VRAM budget belongs to a pipeline: call pipe.enable_xattn(vram=…)")
+    if _disabled():
+        return
+    check_quality(quality)
+    ensure_kernel_cache()
+    sdx_patches.patch(model, owner=_owner(model), attention_op=attention_op, fused=fused)
+
+
+def model_disable_xattn(model: Any) -> None:
+    """`ModelMixin.disable_xattn`."""
+    sdx_patches.restore(model, owner=_owner(model))
+
+
+def model_xattn_report(model: Any) -> Report:
+    """`ModelMixin.xattn_report`."""
+    return Report(tuple(sdx_patches.layers(model)), (), None)
+
+
+def _machine(device: Any) -> Machine:
+    if device is not None and torch.device(device).type == "cpu":
+        return Machine.generic()
+    if not torch.cuda.is_available():
+        return Machine.generic()
+    return open_card(torch.device(device or "cuda")).machine(measure_link=False)
+
+
+def plan(
+    model: Any,
+    *,
+    vram: float | str = "auto",
+    height: int | None = None,
+    width: int | None = None,
+    batch: int = 1,
+    guidance: float = 5.0,
+    dtype: str = "auto",
+    quality: str = "exact",
+    device: Any = None,
+    image: bool = False,
+    config: Any = None,
+    machine: Machine | None = None,
+) -> Plan:
+    """What a job would need and where everything would lie; loads no weights, needs no GPU.
+
+    Args:
+        model: what `--model` takes (a `random:` spec, a folder, a single file, a hub id), or a
+            pipeline, or a `ModelDescription`.
+        vram: GiB, "auto", "80%" or -N; the last three need a GPU or a `machine` with sizes.
+        height, width: pixels; the model's own size by default.
+        batch: pictures computed at once.
+        guidance: above 1 the denoiser runs on two predictions a picture.
+        dtype: "auto" (fp16), "fp16", "bf16" or "fp32".
+        quality: "exact" or "near".
+        device: the CUDA device to plan for; the current one by default.
+        image: whether a picture is encoded first (img2img, inpainting).
+        config: configuration for a single-file checkpoint.
+        machine: a record to plan with instead of reading the card.
+
+    Returns:
+        The plan; look at `feasible`.
+
+    Raises:
+        RefusedError: an argument that makes no sense, or a model that cannot be planned.
+    """
+    if isinstance(model, ModelDescription):
+        description = model
+    elif isinstance(model, (str, os.PathLike)):
+        description = describe(os.fspath(model), config=config)
+    else:
+        description = describe_pipeline(model)
+    names = {"auto": "float16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+    if dtype not in names:
+        raise RefusedError(f"dtype {dtype!r} is not one of {', '.join(names)}")
+    job = Job(
+        height=height or description.default_height,
+        width=width or description.default_width,
+        batch=batch,
+        guided=guidance > 1,
+        encode=image,
+    )
+    chosen = machine or _machine(device)
+    dtypes = dict.fromkeys(description.components, names[dtype])
+    return plan_job(description, job, dtypes, chosen, parse_vram(vram), quality)

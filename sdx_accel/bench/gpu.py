@@ -1,0 +1,150 @@
+"""The short benchmark behind `make gpu`: SDXL at 8, 7.0 and 6.8 GiB beside stock diffusers.
+
+    python -m sdx_accel.bench.gpu [--tiny] [--steps 20] [--pictures 4]
+
+Random weights in the public architecture: same bytes, shapes and arithmetic as the checkpoint, no
+network. Every cell runs in its own process while another process samples the driver's memory every
+20 ms. Prints a table and writes picture.json into $OUT, or the current folder.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+GIB = 1 << 30
+
+
+def _versions() -> dict[str, str]:
+    names = ("torch", "diffusers", "transformers", "accelerate", "sdx-accel")
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except ModuleNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _cells(tiny: bool, steps: int, pictures: int, only: str) -> list[dict[str, Any]]:
+    device = "cpu" if tiny else "cuda"
+    common = {
+        "device": device,
+        "dtype": "fp32" if tiny else "fp16",
+        "size": 128 if tiny else 1024,
+        "steps": steps,
+        "pictures": pictures,
+    }
+    models = ["random:sdxl-tiny"] if tiny else ["random:sdxl", "random:sdxl-fp16vae"]
+    modes: list[dict[str, Any]] = [
+        {"mode": "stock"},
+        {"mode": "ours"},
+        *({"mode": "budget", "vram": vram} for vram in (8.0, 7.0, 6.8)),
+    ]
+    if not tiny:
+        modes.append({"mode": "offload"})
+    cells = [{**common, "model": model, **mode} for model in models for mode in modes]
+    return [cell for cell in cells if only in _name(cell)]
+
+
+def _name(cell: dict[str, Any]) -> str:
+    return f"{cell['model'].split(':')[-1]} {cell['mode']}" + (
+        f" {cell['vram']:g} GiB" if "vram" in cell else ""
+    )
+
+
+def _save_models(cells: list[dict[str, Any]], folder: Path) -> None:
+    """Build each model once; cells then load it as they would load a checkpoint."""
+    from sdx_accel.runtime import checkpoints
+
+    for name in dict.fromkeys(cell["model"] for cell in cells):
+        target = folder / name.split(":")[-1]
+        checkpoints.load(name, dtype=cells[0]["dtype"]).save_pretrained(target)
+        for cell in cells:
+            if cell["model"] == name:
+                cell["source"], cell["model"] = name, str(target)
+
+
+def _run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
+    result, samples = folder / "cell.json", folder / "samples.json"
+    for file in (result, samples):
+        file.unlink(missing_ok=True)
+    sampler = None
+    if cell["device"] == "cuda":
+        sampler = subprocess.Popen(
+            [sys.executable, "-m", "sdx_accel.bench.sampler", "0", str(samples)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert sampler.stdout is not None
+        sampler.stdout.readline()
+    command = [sys.executable, "-m", "sdx_accel.bench.cell", json.dumps(cell), str(result)]
+    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    if sampler is not None:
+        assert sampler.stdin is not None
+        sampler.stdin.close()
+        sampler.wait(timeout=30)
+    if child.returncode or not result.exists():
+        return {"cell": cell, "error": child.stderr[-2000:]}
+    record: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    if sampler is not None:
+        seen = json.loads(samples.read_text(encoding="utf-8"))
+        record["driver"] = seen
+        record["driver_peak_gib"] = round((seen["peak"] - seen["idle"]) / GIB, 4)
+    if cell["mode"] == "budget":
+        record["predicted_peak_gib"] = record["plan"]["predicted_peak_gib"]
+    return record
+
+
+def _row(record: dict[str, Any]) -> str:
+    name = _name({**record["cell"], "model": record["cell"].get("source", "")})
+    if "error" in record:
+        return f"{name:34} FAILED: {record['error'].strip().splitlines()[-1][:120]}"
+    predicted = record.get("predicted_peak_gib")
+    return (
+        f"{name:34} {record['s_per_step'] * 1e3:8.1f} ms/step "
+        f"{record['s_per_picture']:7.2f} s/picture "
+        f"peak {record.get('driver_peak_gib', float('nan')):6.2f} GiB"
+        + (f" (predicted {predicted:.2f})" if predicted else "")
+        + f" {record['pictures'][0]['sha256'][:8]}"
+    )
+
+
+def main() -> None:
+    """Run the cells, print a row each, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--tiny", action="store_true", help="tiny model on the CPU: a dry run")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--pictures", type=int, default=4)
+    parser.add_argument("--only", default="", help="run cells whose name contains this")
+    options = parser.parse_args()
+    started = time.time()
+    cells = _cells(options.tiny, options.steps, options.pictures, options.only)
+    records = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _save_models(cells, folder)
+        print(f"models ready after {time.time() - started:.0f} s", flush=True)
+        for cell in cells:
+            records.append(_run(cell, folder))
+            print(_row(records[-1]), flush=True)
+    target = Path(os.environ.get("OUT", ".")) / "picture.json"
+    document = {
+        "command": " ".join(["python -m sdx_accel.bench.gpu", *sys.argv[1:]]),
+        "versions": _versions(),
+        "records": records,
+    }
+    target.write_text(json.dumps(document, indent=1), encoding="utf-8")
+    print(f"{len(records)} cells in {time.time() - started:.0f} s, written to {target.name}")
+    sys.exit(any("error" in record for record in records))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""What the planner knows of a job: weights in units, activations as allocator events."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from sdx_accel.budget.allocator import Event, reserved_peak, smallest_cap
+
+__all__ = ["PHASES", "Component", "JobProfile", "PhaseProfile", "Unit"]
+
+PHASES = ("text", "encode", "denoise", "decode")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Weights that are placed together, in one allocation.
+
+    Args:
+        name: path of its first module.
+        n_bytes: size of the allocation, tensors aligned to 512 bytes as torch aligns them.
+    """
+
+    name: str
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class Component:
+    """One model of the pipeline.
+
+    Args:
+        name: its name in the pipeline (`unet`, `vae`, …).
+        units: its weights, in execution order.
+        phases: the phases whose computation needs all of it.
+    """
+
+    name: str
+    units: tuple[Unit, ...]
+    phases: tuple[str, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        """Weights in bytes."""
+        return sum(unit.n_bytes for unit in self.units)
+
+
+@dataclass(frozen=True)
+class PhaseProfile:
+    """What one phase allocates besides resident weights.
+
+    Args:
+        name: one of `PHASES`.
+        events: allocations and releases of activations, inputs and library workspaces.
+        curve_mib: live activations over the phase, sampled, in MiB.
+        carries: components whose weights are part of `events`, because the pipeline casts them
+            for this phase and so gives them new storage.
+    """
+
+    name: str
+    events: tuple[Event, ...]
+    curve_mib: tuple[float, ...]
+    carries: tuple[str, ...] = ()
+
+    @cached_property
+    def reserved_bytes(self) -> int:
+        """What torch reserves for it when nothing presses."""
+        return reserved_peak(self.events)
+
+    @cached_property
+    def smallest_bytes(self) -> int:
+        """The least that torch can serve it from."""
+        return smallest_cap(list(self.events))
+
+
+@dataclass(frozen=True)
+class JobProfile:
+    """One job on one model.
+
+    Args:
+        model: where the model came from, for people.
+        job: sizes and settings that shaped the profile, JSON-ready.
+        numerics: what decides the bits of the result: dtypes, VAE mode, guidance batching.
+        components: the models with weights.
+        phases: in order of execution.
+    """
+
+    model: str
+    job: Mapping[str, Any]
+    numerics: Mapping[str, Any]
+    components: tuple[Component, ...]
+    phases: tuple[PhaseProfile, ...]

@@ -1,0 +1,233 @@
+"""One pipeline held to one budget: plans each job, carries it out, keeps the books."""
+
+import logging
+from typing import Any
+
+import torch
+
+from sdx_accel.budget.machine import Machine
+from sdx_accel.budget.plan import Plan
+from sdx_accel.budget.units import VramRequest
+from sdx_accel.errors import BudgetError, PlacementError
+from sdx_accel.runtime import held
+from sdx_accel.runtime.descriptions import ModelDescription
+from sdx_accel.runtime.enforce import Enforcer, NoEnforcer
+from sdx_accel.runtime.executor import Executor
+from sdx_accel.runtime.meta_models import default_size, describe_pipeline
+from sdx_accel.runtime.planning import job_of_call, plan_job
+from sdx_accel.runtime.probe import open_card, read_idle_cards, warm_up
+from sdx_accel.runtime.profiler import Job, set_tiling
+
+__all__ = ["BudgetSession"]
+
+_log = logging.getLogger("sdx_accel")
+
+
+def _refuse_foreign_placement(pipe: Any) -> None:
+    """Someone else already decides where weights lie: say which call to drop."""
+    if getattr(pipe, "hf_device_map", None):
+        raise PlacementError(
+            "this pipeline was loaded with a device_map, which already places its weights; load "
+            "it without device_map and call enable_xattn(vram=…) instead"
+        )
+    for name, module in pipe.components.items():
+        if not isinstance(module, torch.nn.Module):
+            continue
+        if any(hasattr(part, "_hf_hook") for part in module.modules()):
+            raise PlacementError(
+                f"{name} has accelerate's offload hooks: drop the call of "
+                "enable_model_cpu_offload() or enable_sequential_cpu_offload(); the budget "
+                "decides placement"
+            )
+        if any("group_offloading" in _hook_names(part) for part in module.modules()):
+            raise PlacementError(
+                f"{name} has group offloading: drop the call of enable_group_offload(); the "
+                "budget decides placement"
+            )
+        if any(p.device.type == "meta" for p in module.parameters()):
+            raise PlacementError(f"{name} has no weights (meta device); load it first")
+
+
+def _hook_names(module: torch.nn.Module) -> set[str]:
+    return set(getattr(getattr(module, "_diffusers_hook", None), "hooks", {}))
+
+
+class BudgetSession:
+    """The state behind `pipe.enable_xattn(vram=…)`.
+
+    Args:
+        pipe: a diffusers pipeline, patched already.
+        request: the budget as asked.
+        device: where to compute.
+        quality: "exact" or "near".
+
+    Raises:
+        PlacementError: offload hooks or a device map are in the way.
+        RefusedError: a model whose memory cannot be planned yet.
+    """
+
+    def __init__(self, pipe: Any, request: VramRequest, device: torch.device, quality: str) -> None:
+        _refuse_foreign_placement(pipe)
+        self.pipe = pipe
+        self.request = request
+        self.quality = quality
+        self.device = device
+        self._pipe_class = type(pipe)
+        self._description: ModelDescription = describe_pipeline(pipe)
+        # a safety checker and the like run where the pipeline puts them; only models with a
+        # description are placed
+        modules = {
+            name: pipe.components[name]
+            for name in self._description.components
+            if isinstance(pipe.components.get(name), torch.nn.Module)
+        }
+        self._tiling = _tiling_of(modules.get("vae"))
+        enforcer = NoEnforcer()
+        self.machine = Machine.generic()
+        if device.type == "cuda":
+            self.machine, enforcer = self._start_card(modules)
+        self.executor = Executor(modules, device, enforcer, moves=device.type == "cuda")
+        self._plans: dict[Job, Plan] = {}
+        # planned before anything is held, so that a refusal leaves the pipeline as it was
+        self._default = self._plan(self._default_job())
+        self._undo = held.hold_models(self.executor)
+        self._undo_pipe = held.hold_pipeline(pipe, self.executor, self._before_call)
+        self._announce(self._default)
+        if self._default.feasible:
+            self._hold(self._default)
+        else:
+            self.executor.take()
+
+    def _start_card(self, modules: dict[str, torch.nn.Module]) -> tuple[Machine, Enforcer]:
+        read_idle_cards()
+        card = open_card(self.device)
+        warm_up(card.device, [next(m.parameters()).dtype for m in modules.values()])
+        resident = sum(
+            p.numel() * p.element_size()
+            for module in modules.values()
+            for p in module.parameters()
+            if p.device.type == "cuda"
+        )
+        machine = card.machine()
+        _log.debug("%s, %d bytes of the pipeline already there", machine, resident)
+        return machine, Enforcer(card)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the last job, or of the model's default size before the first."""
+        return self.executor.plan or self._default
+
+    def change(self, request: VramRequest, quality: str) -> None:
+        """Another budget for the same pipeline; nothing is installed twice."""
+        self.request, self.quality = request, quality
+        self._plans.clear()
+        self._default = self._plan(self._default_job())
+        self._announce(self._default)
+        if self._default.feasible:
+            self._hold(self._default)
+
+    def _default_job(self) -> Job:
+        height, width = default_size(self._description.components)
+        return Job(height, width)
+
+    def _dtypes(self) -> dict[str, str]:
+        return {
+            name: str(next(p.dtype for p in module.parameters() if p.is_floating_point()))[6:]
+            for name, module in self.executor.modules.items()
+        }
+
+    def _plan(self, job: Job) -> Plan:
+        tile = self._tiling[1] if self._tiling and self._tiling[0] else None
+        if tile and tile < max(job.height, job.width):
+            job = Job(job.height, job.width, job.batch, job.guided, job.encode, tile)
+        if job not in self._plans:
+            notes = ("not enforced on CPU",) if self.device.type == "cpu" else ()
+            self._plans[job] = plan_job(
+                self._description,
+                job,
+                self._dtypes(),
+                self.machine,
+                self.request,
+                self.quality,
+                self.executor.modules,
+                notes,
+            )
+        return self._plans[job]
+
+    def _announce(self, plan: Plan) -> None:
+        _log.info("%s", plan.explain())
+
+    def _hold(self, plan: Plan) -> None:
+        vae = self.executor.modules.get("vae")
+        tile = plan.job.get("tile")
+        if vae is not None and self._tiling is not None:
+            if tile:
+                set_tiling(vae, tile)
+            else:
+                _restore_tiling(vae, self._tiling)
+        self.executor.hold(plan)
+
+    def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        unet = self.executor.modules["unet"]
+        scale = 2 ** (len(self._description.components["vae"].config["block_out_channels"]) - 1)
+        job = job_of_call(self._pipe_class, unet.config, scale, args, kwargs)
+        plan = self._plan(job)
+        if not plan.feasible:
+            raise BudgetError(f"{plan.shortfall()}{self._alternatives(job)}", plan)
+        if plan not in (self.executor.plan, self._default):
+            self._announce(plan)
+        self._hold(plan)
+
+    def _alternatives(self, job: Job) -> str:
+        """The nearest changes that fit, in words."""
+        found = [f"; try vram={self.plan_smallest(job):g}"]
+        near = plan_job(
+            self._description,
+            job,
+            self._dtypes(),
+            self.machine,
+            self.request,
+            "near",
+            self.executor.modules,
+        )
+        if near.feasible and self.quality == "exact":
+            found.append("or quality='near' (VAE in tiles)")
+        for share in (0.75, 0.5):
+            smaller = Job(
+                int(job.height * share) // 64 * 64 or 64,
+                int(job.width * share) // 64 * 64 or 64,
+                job.batch,
+                job.guided,
+                job.encode,
+            )
+            if self._plan(smaller).feasible:
+                found.append(f"or {smaller.width} × {smaller.height} pixels")
+                break
+        return ", ".join(found)
+
+    def plan_smallest(self, job: Job) -> float:
+        """Smallest budget in GiB for a job."""
+        return self._plan(job).smallest_budget_gib
+
+    def release(self) -> None:
+        """Exactly the objects, classes and devices that were there before."""
+        self._undo_pipe()
+        self._undo()
+        self.executor.release()
+        vae = self.executor.modules.get("vae")
+        if vae is not None and self._tiling is not None:
+            _restore_tiling(vae, self._tiling)
+
+
+_TILING = ("use_tiling", "tile_sample_min_size", "tile_latent_min_size")
+
+
+def _tiling_of(vae: Any) -> tuple[Any, ...] | None:
+    if vae is None or not all(hasattr(vae, name) for name in _TILING):
+        return None
+    return tuple(getattr(vae, name) for name in _TILING)
+
+
+def _restore_tiling(vae: Any, values: tuple[Any, ...]) -> None:
+    for name, value in zip(_TILING, values, strict=True):
+        setattr(vae, name, value)

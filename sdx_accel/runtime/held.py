@@ -1,0 +1,210 @@
+"""Makes a pipeline and its models report phases and keep still, by swapping their class.
+
+An instance's `__call__` is ignored by Python and half the pipelines check no sizes, so the object
+gets a subclass of its own class with the same name and module; undo puts the very class back.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from sdx_accel.errors import PlacementError
+from sdx_accel.runtime.executor import Executor
+
+__all__ = ["hold_models", "hold_pipeline", "let_go"]
+
+_STATE = "_sdx_held"
+# each changes or adds weights: they run with everything on the host, then the plan is made anew
+_ADAPTER_METHODS = (
+    "fuse_lora",
+    "load_ip_adapter",
+    "load_lora_weights",
+    "load_textual_inversion",
+    "unfuse_lora",
+    "unload_ip_adapter",
+    "unload_lora_weights",
+    "unload_textual_inversion",
+)
+_OFFLOAD_METHODS = (
+    "enable_group_offload",
+    "enable_model_cpu_offload",
+    "enable_sequential_cpu_offload",
+)
+
+
+def _swap_class(target: Any, state: Any, members: Mapping[str, Any]) -> None:
+    base = type(target)
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        # a pickle holds the stock object: a plan belongs to this process and this card
+        reduced: tuple[Any, ...] = tuple(object.__reduce_ex__(self, 2))
+        function, arguments, state, *rest = reduced
+        arguments = tuple(base if argument is type(self) else argument for argument in arguments)
+        if isinstance(state, dict):
+            state = {key: value for key, value in state.items() if key != _STATE}
+        return (function, arguments, state, *rest)
+
+    namespace = {
+        **members,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__reduce_ex__": reduce,
+    }
+    object.__setattr__(target, "__class__", type(base.__name__, (base,), namespace))
+    target.__dict__[_STATE] = state
+
+
+def let_go(target: Any) -> None:
+    """Undo `hold_pipeline` or `hold_models` on one object; nothing happens if it is not held."""
+    if _STATE in target.__dict__:
+        object.__setattr__(target, "__class__", type(target).__bases__[0])
+        del target.__dict__[_STATE]
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _refuse_moves(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    wanted = [kwargs["device"]] if kwargs.get("device") is not None else []
+    wanted += [a for a in args if isinstance(a, (str, int, torch.device))]
+    if wanted:
+        raise PlacementError(
+            f"{name} is held to a VRAM budget, which decides where its weights lie; "
+            f"call disable_xattn() before .to({str(wanted[0])!r})"
+        )
+
+
+def hold_models(executor: Executor) -> Callable[[], None]:
+    """Make each model say when its phase begins; returns the undo."""
+    handles = []
+    for name, module in executor.modules.items():
+        members: dict[str, Any] = {
+            "device": property(lambda self: self.__dict__[_STATE].device),
+            "to": _make_to(name, type(module)),
+        }
+        if name == "vae":
+            members["encode"] = _make_coder("encode", type(module))
+            members["decode"] = _make_coder("decode", type(module))
+        else:
+            phase = "text" if name.startswith("text_encoder") else "denoise"
+            hook = _make_hook(executor, name, phase)
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        _swap_class(module, executor, members)
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+        for module in executor.modules.values():
+            let_go(module)
+
+    return undo
+
+
+def _make_hook(executor: Executor, name: str, phase: str) -> Callable[..., Any]:
+    def begin(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        if executor.phase == phase and phase == "denoise":
+            return None
+        executor.enter(phase)
+        executor.ensure(name)
+        return tree_map(lambda v: _moved(v, executor.device), (args, kwargs))
+
+    return begin
+
+
+def _make_to(name: str, base: type) -> Callable[..., Any]:
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        executor: Executor = self.__dict__[_STATE]
+        _refuse_moves(name, args, kwargs)
+        dtypes = [v for v in (*args, kwargs.get("dtype")) if isinstance(v, torch.dtype)]
+        if name != "vae" or not dtypes:
+            return base.to(self, *args, **kwargs)  # type: ignore[attr-defined]
+        # SDXL casts its VAE to fp32 around encode and decode: on the card, inside the phase
+        executor.uncast(name)
+        if dtypes[0] != next(self.parameters()).dtype:
+            executor.enter(_coder_phase(executor))
+            executor.cast(name, dtypes[0])
+        return self
+
+    return to
+
+
+def _coder_phase(executor: Executor) -> str:
+    planned = executor.plan is not None and executor.plan.phase("encode") is not None
+    return "encode" if planned and executor.phase in (None, "text", "encode") else "decode"
+
+
+def _make_coder(phase: str, base: type) -> Callable[..., Any]:
+    def code(self: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        executor: Executor = self.__dict__[_STATE]
+        executor.enter(phase)
+        executor.ensure("vae")
+        tensor = tensor.to(executor.device)
+        try:
+            return getattr(base, phase)(self, tensor, *args, **kwargs)
+        except torch.OutOfMemoryError:
+            # the sampled latents must not be lost: everything else leaves, then once more
+            executor.make_room("vae")
+        return getattr(base, phase)(self, tensor, *args, **kwargs)
+
+    return code
+
+
+def hold_pipeline(
+    pipe: Any, executor: Executor, before_call: Callable[[tuple[Any, ...], dict[str, Any]], None]
+) -> Callable[[], None]:
+    """Plan before each call, refuse moves, and follow adapters; returns the undo.
+
+    Args:
+        pipe: a diffusers pipeline.
+        executor: holds its models.
+        before_call: gets the call's arguments before anything runs; it may refuse by raising.
+    """
+    base = type(pipe)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before_call(args, kwargs)
+        try:
+            return base.__call__(self, *args, **kwargs)
+        finally:
+            executor.finish()
+
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_moves("this pipeline", args, kwargs)
+        return base.to(self, *args, **kwargs)
+
+    members: dict[str, Any] = {
+        "__call__": call,
+        "to": to,
+        "device": property(lambda self: executor.device),
+        "_execution_device": property(lambda self: executor.device),
+    }
+    for name in _ADAPTER_METHODS:
+        if hasattr(base, name):
+            members[name] = _make_adapter_method(executor, getattr(base, name))
+    for name in _OFFLOAD_METHODS:
+        if hasattr(base, name):
+            members[name] = _make_refusal(name)
+    _swap_class(pipe, executor, members)
+    return lambda: let_go(pipe)
+
+
+def _make_adapter_method(executor: Executor, method: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        executor.bring_home()
+        return method(self, *args, **kwargs)
+
+    return changed
+
+
+def _make_refusal(name: str) -> Callable[..., Any]:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise PlacementError(
+            f"this pipeline is held to a VRAM budget, which already decides where weights lie; "
+            f"drop the call of {name}(), or call disable_xattn() first"
+        )
+
+    return refuse

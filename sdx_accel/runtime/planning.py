@@ -1,0 +1,137 @@
+"""From a request to a plan: reads jobs off calls, tries the choices that quality allows."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sdx_accel.budget.machine import Machine
+from sdx_accel.budget.plan import Plan
+from sdx_accel.budget.search import make_plan
+from sdx_accel.budget.units import VramRequest
+from sdx_accel.errors import RefusedError
+from sdx_accel.runtime.descriptions import ModelDescription
+from sdx_accel.runtime.profiler import TILES, Job, profile_job
+
+__all__ = ["QUALITIES", "check_quality", "job_of_call", "plan_job"]
+
+QUALITIES = ("exact", "near")
+
+
+def check_quality(quality: str) -> None:
+    """Refuse a tier that does not exist or is not built.
+
+    Raises:
+        RefusedError: lists the tiers that are built.
+    """
+    if quality not in QUALITIES:
+        raise RefusedError(f"quality {quality!r} is not built; built: {', '.join(QUALITIES)}")
+
+
+def plan_job(
+    description: ModelDescription,
+    job: Job,
+    dtypes: Mapping[str, str],
+    machine: Machine,
+    request: VramRequest,
+    quality: str = "exact",
+    modules: Mapping[str, torch.nn.Module] | None = None,
+    notes: tuple[str, ...] = (),
+) -> Plan:
+    """Plan a job.
+
+    Args:
+        description: the model's configurations.
+        job: sizes and settings; its `tile` is kept when set.
+        dtypes: dtype names of the components' weights.
+        machine: the card.
+        request: the budget as asked.
+        quality: "exact" or "near"; only "near" may tile the VAE.
+        modules: live models, whose weights are then counted as they are.
+        notes: sentences to print with the plan.
+
+    Returns:
+        The plan, feasible or not.
+
+    Raises:
+        RefusedError: unknown quality, a relative budget without a card, an untraceable model.
+    """
+    check_quality(quality)
+    budget, note = request.resolve(machine.total_bytes, machine.free_bytes)
+    notes = (*notes, note) if note else notes
+
+    def attempt(tile: int | None) -> Plan:
+        profile = profile_job(description, replace(job, tile=tile), dtypes, modules)
+        return make_plan(profile, machine, budget, notes=notes)
+
+    plan = attempt(job.tile)
+    if quality == "exact" or job.tile:
+        return plan
+    best = plan
+    for tile in (t for t in TILES if t < max(job.height, job.width)):
+        if best.feasible and not best.moved_gib_per_picture:
+            break
+        candidate = attempt(tile)
+        # fewer, larger tiles have fewer seams: a smaller tile must buy something
+        if _rank(candidate) < _rank(best):
+            best = candidate
+    return best
+
+
+def _rank(plan: Plan) -> tuple[bool, float]:
+    return not plan.feasible, plan.moved_gib_per_picture
+
+
+def _first_size(picture: Any) -> tuple[int, int] | None:
+    """(width, height) of a picture argument: PIL, array, tensor or a list of them."""
+    while isinstance(picture, (list, tuple)) and picture:
+        picture = picture[0]
+    if hasattr(picture, "size") and isinstance(picture.size, tuple):
+        return int(picture.size[0]), int(picture.size[1])
+    shape = getattr(picture, "shape", None)
+    if shape is None or len(shape) < 2:
+        return None
+    channels_last = not isinstance(picture, torch.Tensor)
+    height, width = shape[-3:-1] if channels_last and len(shape) >= 3 else shape[-2:]
+    return int(width), int(height)
+
+
+def job_of_call(
+    pipe_class: type, unet_config: Any, scale: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Job:
+    """What a pipeline call will compute.
+
+    Args:
+        pipe_class: the pipeline's own class; its `__call__` gives names and defaults.
+        unet_config: the denoiser's configuration.
+        scale: pixels a latent, usually 8.
+        args, kwargs: the call's arguments, without `self`.
+    """
+    signature = inspect.signature(pipe_class.__call__)
+    bound = signature.bind_partial(None, *args, **kwargs)
+    bound.apply_defaults()
+    values = bound.arguments
+    size = unet_config.sample_size
+    rows, columns = size if isinstance(size, (tuple, list)) else (size, size)
+    picture = values.get("image")
+    width, height = values.get("width"), values.get("height")
+    from_picture = _first_size(picture) if picture is not None else None
+    if from_picture and "height" not in signature.parameters:
+        width, height = (n // scale * scale for n in from_picture)
+    prompt, embeds = values.get("prompt"), values.get("prompt_embeds")
+    batch = len(prompt) if isinstance(prompt, (list, tuple)) else 1
+    if prompt is None and embeds is not None:
+        batch = embeds.shape[0]
+    guidance = values.get("guidance_scale")
+    guided = guidance is None or guidance > 1
+    if getattr(unet_config, "time_cond_proj_dim", None) is not None:
+        guided = False
+    return Job(
+        height=height or rows * scale,
+        width=width or columns * scale,
+        batch=batch * (values.get("num_images_per_prompt") or 1),
+        guided=guided,
+        encode=picture is not None,
+    )

@@ -1,0 +1,135 @@
+"""Records what a computation allocates, on the meta device: no weights, no GPU, no arithmetic.
+
+Every operator that yields a tensor on a new storage is an allocation; the storage's end is its
+release, exactly when CPython drops the last reference, as in the real run. Two things that the meta
+device does not show are added: the workspaces of cuDNN, and attention as a fused kernel.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sdx_accel.budget.allocator import Event
+from sdx_accel.budget.units import MIB
+
+__all__ = ["record"]
+
+_CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten._convolution.default)
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Gives attention the memory of a fused kernel: its output, and no scores."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            query, value = args[0], args[2] if len(args) > 2 else kwargs["value"]
+            return query.new_empty((*query.shape[:-1], value.shape[-1]))
+        return func(*args, **kwargs)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, fixed: set[int]) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.curve: list[int] = []
+        self._known: dict[int, int] = {}
+        self._fixed = fixed
+        self._next = 0
+        self._live = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.add(leaf)
+        if func in _CONVOLUTIONS and isinstance(out, torch.Tensor):
+            self._transient(_convolution_workspace(args[0], out))
+        return out
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage from now until it ends."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        n_bytes = storage.nbytes()
+        if key in self._known or key in self._fixed or not n_bytes:
+            return
+        identity = self._known[key] = self._next
+        self._next += 1
+        self._live += n_bytes
+        self.events.append((1, identity, n_bytes))
+        self.curve.append(self._live)
+        weakref.finalize(storage, self._end, key, identity, n_bytes)
+
+    def _end(self, key: int, identity: int, n_bytes: int) -> None:
+        if self._known.pop(key, None) is None:
+            return
+        self._live -= n_bytes
+        self.events.append((-1, identity, n_bytes))
+
+    def _transient(self, n_bytes: int) -> None:
+        if n_bytes:
+            self.events += [(1, self._next, n_bytes), (-1, self._next, n_bytes)]
+            self.curve.append(self._live + n_bytes)
+            self._next += 1
+
+
+def _convolution_workspace(source: torch.Tensor, out: torch.Tensor) -> int:
+    """Bytes cuDNN takes for one convolution of NCHW tensors.
+
+    Its tensor-core kernels want NHWC, so it keeps a transposed copy of input and output: the
+    difference between live tensors and torch's measured peak in an SDXL VAE decode, 0.58 of the
+    tensors from 512² to 2048² on an H200.
+    """
+    return source.numel() * source.element_size() + out.numel() * out.element_size()
+
+
+def record(
+    call: Callable[[], Any],
+    *,
+    fixed: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    repeat: int = 1,
+    samples: int = 64,
+) -> tuple[tuple[Event, ...], tuple[float, ...]]:
+    """Run `call` on the meta device and return its allocator events.
+
+    Args:
+        call: the computation; its modules and inputs live on the meta device.
+        fixed: tensors that are accounted for elsewhere (weights, buffers).
+        inputs: tensors that live through the call and count.
+        repeat: how often the call runs; two shows what the second step of a loop finds cached.
+        samples: length of the curve.
+
+    Returns:
+        Events for `sdx_accel.budget.allocator`, and live bytes over the call in MiB.
+    """
+    recorder = _Recorder({tensor.untyped_storage()._cdata for tensor in fixed})
+    for tensor in inputs:
+        recorder.add(tensor)
+    with torch.no_grad(), _FusedAttention(), recorder:
+        for _ in range(repeat):
+            out = call()
+            del out
+    events = tuple(recorder.events)
+    curve = recorder.curve[: len(recorder.curve) // repeat] or [0]
+    step = max(1, len(curve) // samples)
+    sampled = tuple(round(max(curve[i : i + step]) / MIB, 2) for i in range(0, len(curve), step))
+    return events, sampled

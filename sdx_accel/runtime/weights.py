@@ -1,0 +1,145 @@
+"""Weights in units: one host blob and at most one device allocation each.
+
+A unit keeps the very tensor objects of the modules and swaps what they point at, so parameters stay
+themselves for optimisers, adapters and hooks. Weights are read-only in inference: leaving the card
+is a free drop, coming back is one memcpy.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from sdx_accel.budget.units import MIB
+
+__all__ = ["ALIGN", "UNIT_BYTES", "WeightUnit", "split_weights", "unit_bytes"]
+
+# torch's allocator aligns to 512 bytes; kernels chosen by alignment must not change with placement
+ALIGN = 512
+# small enough to move little too much, large enough that one allocation wastes under 2 %
+UNIT_BYTES = 128 * MIB
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // ALIGN) * ALIGN
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers in order of registration, tied ones once."""
+    seen: set[int] = set()
+    for named in (module.named_parameters, module.named_buffers):
+        for name, tensor in named():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor
+
+
+def split_weights(module: torch.nn.Module) -> list[list[tuple[str, torch.Tensor]]]:
+    """A module's tensors in groups of about `UNIT_BYTES`; the same split for meta and real ones."""
+    groups: list[list[tuple[str, torch.Tensor]]] = []
+    size = UNIT_BYTES + 1
+    for name, tensor in _tensors(module):
+        n_bytes = _aligned(tensor.numel() * tensor.element_size())
+        if size + n_bytes > UNIT_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append((name, tensor))
+        size += n_bytes
+    return groups
+
+
+def unit_bytes(group: list[tuple[str, torch.Tensor]]) -> int:
+    """Size of the one allocation that holds a group, in bytes."""
+    return sum(_aligned(tensor.numel() * tensor.element_size()) for _, tensor in group)
+
+
+@dataclass(eq=False)
+class _Slot:
+    tensor: torch.Tensor
+    offset: int
+    n_bytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def view(self, blob: torch.Tensor) -> torch.Tensor:
+        flat = blob[self.offset : self.offset + self.n_bytes].view(self.dtype)
+        return flat.as_strided(self.shape, self.stride)
+
+
+def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The tensor's stride if it covers its elements without gaps, else the contiguous one."""
+    return torch.empty_like(tensor, memory_format=torch.preserve_format, device="meta").stride()
+
+
+class WeightUnit:
+    """One group of tensors with a host copy and, while loaded, a device copy.
+
+    Args:
+        name: for reports.
+        group: (name, tensor) pairs of one module; their data moves into the host blob at once.
+    """
+
+    def __init__(self, name: str, group: list[tuple[str, torch.Tensor]]) -> None:
+        self.name = name
+        self.n_bytes = unit_bytes(group)
+        self._host = torch.empty(self.n_bytes, dtype=torch.uint8)
+        self._device: torch.Tensor | None = None
+        self._pinned = False
+        self._slots: list[_Slot] = []
+        offset = 0
+        for _, tensor in group:
+            n_bytes = tensor.numel() * tensor.element_size()
+            slot = _Slot(tensor, offset, n_bytes, tensor.dtype, tensor.shape, _dense_stride(tensor))
+            host = slot.view(self._host)
+            host.copy_(tensor.detach())
+            tensor.data = host
+            self._slots.append(slot)
+            offset += _aligned(n_bytes)
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the device copy exists."""
+        return self._device is not None
+
+    def pin(self) -> bool:
+        """Lock the host blob's pages, so that a copy runs at the link's speed; False if refused.
+
+        `cudaHostRegister` takes exactly the bytes asked; torch's pinned allocator rounds each block
+        up to a power of two.
+        """
+        if not self._pinned and self.n_bytes:
+            cudart = torch.cuda.cudart()
+            code = cudart.cudaHostRegister(self._host.data_ptr(), self.n_bytes, 0)
+            self._pinned = int(code) == 0
+        return self._pinned
+
+    def load(self, device: torch.device) -> int:
+        """Copy to the device on the current stream and point the tensors there; bytes moved."""
+        if self._device is not None:
+            return 0
+        blob = torch.empty(self.n_bytes, dtype=torch.uint8, device=device)
+        blob.copy_(self._host, non_blocking=self._pinned)
+        for slot in self._slots:
+            slot.tensor.data = slot.view(blob)
+        self._device = blob
+        return self.n_bytes
+
+    def drop(self) -> None:
+        """Point the tensors at the host copy and let the device copy go; nothing is copied."""
+        for slot in self._slots:
+            slot.tensor.data = slot.view(self._host)
+        self._device = None
+
+    def disown(self) -> None:
+        """Forget the device copy after someone replaced the tensors' data (a dtype cast)."""
+        self._device = None
+
+    def close(self, device: torch.device | None = None) -> None:
+        """Undo: tensors own separate storage again, on `device` or the host."""
+        for slot in self._slots:
+            slot.tensor.data = slot.view(self._host).to(device or "cpu", copy=True)
+        self._device = None
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())
+            self._pinned = False
