@@ -100,7 +100,7 @@ def parse_vram(value: float | str) -> VramRequest:
     number, unit = float(match[1]), match[2]
     if unit == "%":
         if not 0 < number <= 100:
-            raise RefusedError(f"--vram {value!r}: a share lies above 0% and up to 100%")
+            raise RefusedError(f"--vram {value!r}: a share lies above 0% and up to 100%; {_FORMS}")
         return VramRequest("share", number / 100)
     if number == 0 or not math.isfinite(number):
         raise RefusedError(f"--vram {value!r} is no budget: {_FORMS}")

@@ -108,7 +108,7 @@ class Enforcer(NoEnforcer):
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def end_phase(self) -> float:
-        """Peak use since `begin_phase` as the driver sees it, in GiB; counts new code in the cap."""
+        """Peak driver-visible use since `begin_phase`, in GiB; the cap follows newly loaded code."""
         peak = torch.cuda.max_memory_reserved(self._device) + self._non_torch()
         self._cap()
         return to_gib(peak)

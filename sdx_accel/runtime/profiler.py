@@ -22,7 +22,7 @@ TOKENS = 77
 _DENOISERS = ("unet",)
 _TRACED_DENOISERS = ("UNet2DConditionModel",)
 # sizes that the tile search of quality "near" tries, largest first, in pixels
-TILES = (1536, 1024, 768, 640, 512, 384, 256)
+TILES = (1536, 1024, 768, 512, 384)
 
 
 @dataclass(frozen=True)
@@ -241,8 +241,11 @@ def _denoise(description: ModelDescription, job: Job, dtypes: Mapping[str, str])
 def _vae(description: ModelDescription, job: Job, dtypes: Mapping[str, str]) -> _Call:
     dtype = _vae_dtype(description, dtypes)
     vae = _meta(description, "vae", dtype)
+    # the module is shared between traces: tiling is set either way
     if job.tile:
         set_tiling(vae, job.tile)
+    else:
+        vae.disable_tiling()
     latents = vae.config.latent_channels
     height, width = _latent_shape(description, job)
 
