@@ -38,13 +38,9 @@ def _swap_class(target: Any, state: Any, members: Mapping[str, Any]) -> None:
     base = type(target)
 
     def reduce(self: Any, protocol: Any) -> Any:
-        # a pickle holds the stock object: a plan belongs to this process and this card
-        reduced: tuple[Any, ...] = tuple(object.__reduce_ex__(self, 2))
-        function, arguments, state, *rest = reduced
-        arguments = tuple(base if argument is type(self) else argument for argument in arguments)
-        if isinstance(state, dict):
-            state = {key: value for key, value in state.items() if key != _STATE}
-        return (function, arguments, state, *rest)
+        # pickles and deep copies hold the stock object: a plan belongs to this one and this card
+        state = object.__reduce_ex__(self, 2)[2]
+        return _new, (base,), _stock_state(state)
 
     namespace = {
         **members,
@@ -55,6 +51,24 @@ def _swap_class(target: Any, state: Any, members: Mapping[str, Any]) -> None:
     }
     object.__setattr__(target, "__class__", type(base.__name__, (base,), namespace))
     target.__dict__[_STATE] = state
+
+
+def _new(cls: type) -> Any:
+    """A bare instance; `copyreg`'s own would insist on the swapped class."""
+    return cls.__new__(cls)
+
+
+def _stock_state(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    state = {key: value for key, value in state.items() if key != _STATE}
+    hooks = state.get("_forward_pre_hooks", {})
+    ours = [key for key, hook in hooks.items() if isinstance(hook, _BeginPhase)]
+    for table in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
+        if table in state:
+            kept = ((k, v) for k, v in state[table].items() if k not in ours)
+            state[table] = type(state[table])(kept)
+    return state
 
 
 def let_go(target: Any) -> None:
@@ -91,7 +105,7 @@ def hold_models(executor: Executor) -> Callable[[], None]:
             members["decode"] = _make_coder("decode", type(module))
         else:
             phase = "text" if name.startswith("text_encoder") else "denoise"
-            hook = _make_hook(executor, name, phase)
+            hook = _BeginPhase(executor, name, phase)
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         _swap_class(module, executor, members)
 
@@ -104,15 +118,19 @@ def hold_models(executor: Executor) -> Callable[[], None]:
     return undo
 
 
-def _make_hook(executor: Executor, name: str, phase: str) -> Callable[..., Any]:
-    def begin(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        if executor.phase == phase and phase == "denoise":
-            return None
-        executor.enter(phase)
-        executor.ensure(name)
-        return tree_map(lambda v: _moved(v, executor.device), (args, kwargs))
+class _BeginPhase:
+    """Forward pre-hook: the phase of `name` begins, its weights and inputs are on the device."""
 
-    return begin
+    def __init__(self, executor: Executor, name: str, phase: str) -> None:
+        self.executor, self.name, self.phase = executor, name, phase
+
+    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        executor = self.executor
+        if executor.phase == self.phase == "denoise":
+            return None
+        executor.enter(self.phase)
+        executor.ensure(self.name)
+        return tree_map(lambda value: _moved(value, executor.device), (args, kwargs))
 
 
 def _make_to(name: str, base: type) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
-"""A held pipeline on the CPU: weights really move between two sets of storage, bits never change."""
+"""A held pipeline on the CPU: weights move between two sets of storage, bits never change."""
 
+import copy
 import logging
 import pickle
 
@@ -249,12 +250,20 @@ def test_adapters_reach_the_weights_that_come_back(pipe, moving):
     assert (changed == _run(pipe)).all()
 
 
-def test_a_held_model_pickles_as_a_stock_one(pipe):
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_of_held_models_are_stock_case_088(pipe, way):
+    stock = {name: type(pipe.components[name]) for name in ("unet", "vae", "text_encoder")}
     pipe.enable_xattn(vram=8, device="cpu")
-    stock = type(pipe.vae).__mro__[1]
-    function, arguments, *_ = pipe.vae.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    assert type(pipe.vae) not in arguments
-    assert stock in arguments
+    for name, cls in stock.items():
+        held = pipe.components[name]
+        twin = way(held)
+        assert type(twin) is cls
+        assert "_sdx_held" not in twin.__dict__
+        assert not twin._forward_pre_hooks_with_kwargs
+        assert "_sdx_held" in held.__dict__
+        assert all(
+            torch.equal(a, b) for a, b in zip(held.parameters(), twin.parameters(), strict=True)
+        )
 
 
 def test_the_plan_is_said_before_the_run_and_the_cpu_is_honest(pipe, caplog):
