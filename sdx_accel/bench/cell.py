@@ -14,6 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+__all__ = ["run"]
+
 # new words for every picture, so that a prompt cache would not flatter the figure
 PROMPTS = (
     "a lighthouse on a cliff in the evening sun",

@@ -19,6 +19,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+__all__ = ["main"]
+
 GIB = 1 << 30
 
 

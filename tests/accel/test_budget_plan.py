@@ -121,9 +121,7 @@ def test_exact_never_tiles_and_near_tiles_below_the_picture():
 def test_near_leaves_the_picture_whole_where_it_fits():
     # also after a tiled plan: the traced module is shared
     for _ in range(2):
-        plan = sdx_accel.plan(
-            "random:sdxl-tiny", vram=8, quality="near", machine=Machine.generic()
-        )
+        plan = sdx_accel.plan("random:sdxl-tiny", vram=8, quality="near", machine=Machine.generic())
         assert plan.job["tile"] is None
 
 

@@ -26,7 +26,9 @@ def test_forms(text, kind, value):
     assert (request.kind, request.value) == (kind, pytest.approx(value))
 
 
-@pytest.mark.parametrize("text", ["", "lots", "0", "0%", "120%", "nan", "inf", "1e9999", "8MiB", "--3"])
+@pytest.mark.parametrize(
+    "text", ["", "lots", "0", "0%", "120%", "nan", "inf", "1e9999", "8MiB", "--3"]
+)
 def test_nonsense_is_refused_with_the_forms(text):
     with pytest.raises(RefusedError, match="80%"):
         parse_vram(text)

@@ -1,0 +1,61 @@
+"""What importing sdx_accel does to diffusers, in fresh processes."""
+
+import subprocess
+import sys
+
+
+def _python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+_PRINT_NEW = """
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline as P
+from diffusers.models.modeling_utils import ModelMixin as M
+print(sorted(set(vars(P)) - before[0]), sorted(set(vars(M)) - before[1]))
+"""
+_BEFORE = """
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline as P
+from diffusers.models.modeling_utils import ModelMixin as M
+before = set(vars(P)), set(vars(M))
+"""
+_THREE = "['disable_xattn', 'enable_xattn', 'xattn_report']"
+
+
+def test_exactly_three_methods_when_diffusers_is_there_already():
+    assert _python(_BEFORE + "import sdx_accel" + _PRINT_NEW) == f"{_THREE} {_THREE}"
+
+
+def test_the_same_when_diffusers_comes_later():
+    first = _python(
+        "import sdx_accel\nfrom diffusers import DiffusionPipeline, ModelMixin\n"
+        "print([n for n in vars(DiffusionPipeline) if 'xattn' in n],"
+        " [n for n in vars(ModelMixin) if 'xattn' in n])"
+    )
+    assert first.count("enable_xattn") == 2
+    assert first.count("disable_xattn") == 2
+    assert first.count("xattn_report") == 2
+
+
+def test_a_taken_name_is_left_alone_with_one_warning():
+    out = _python(
+        "import warnings\n"
+        "from diffusers.pipelines.pipeline_utils import DiffusionPipeline as P\n"
+        "P.enable_xattn = mine = lambda self: 'mine'\n"
+        "with warnings.catch_warnings(record=True) as seen:\n"
+        "    warnings.simplefilter('always')\n"
+        "    import sdx_accel\n"
+        "ours = [w for w in seen if 'sdx_accel' in str(w.message)]\n"
+        "print(P.enable_xattn is mine, hasattr(P, 'xattn_report'), len(ours))"
+    )
+    assert out == "True False 1"
+
+
+def test_help_shows_the_arguments():
+    out = _python(
+        "import inspect, sdx_accel\nfrom diffusers import DiffusionPipeline as P\n"
+        "print(inspect.signature(P.enable_xattn))"
+    )
+    for name in ("attention_op", "vram", "device", "quality", "fused"):
+        assert name in out
