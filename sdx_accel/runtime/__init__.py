@@ -1,1 +1,1 @@
-"""Set up by its owner."""
+"""What touches real models: loading them, moving them, watching memory while they run."""

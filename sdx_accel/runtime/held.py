@@ -55,7 +55,7 @@ def _swap_class(target: Any, state: Any, members: Mapping[str, Any]) -> None:
 
 def _new(cls: type) -> Any:
     """A bare instance; `copyreg`'s own would insist on the swapped class."""
-    return cls.__new__(cls)
+    return object.__new__(cls)
 
 
 def _stock_state(state: Any) -> Any:

@@ -1,0 +1,87 @@
+"""Settings that the user left out: taken from the model, from the input picture, or by chance.
+
+Knows numbers and sizes; reads no files.
+"""
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from sdx_accel.cli.pictures_in import InputPicture
+from sdx_accel.cli.sizes import check_size, nearest_sizes
+
+__all__ = ["DEFAULT_MODEL", "fill_defaults"]
+
+DEFAULT_MODEL = "random:sdxl-tiny"
+DEFAULT_STRENGTH = 0.6
+DEFAULT_STEPS = 20
+# the tiny model shows noise after any number of steps
+TINY_STEPS = 4
+GUIDANCE_SDXL = 5.0
+GUIDANCE_OTHER = 7.5
+
+
+def fill_defaults(
+    settings: dict[str, Any],
+    description: Any,
+    image: InputPicture | None,
+    note: Callable[[str], None],
+) -> None:
+    """Complete the settings with what depends on the model or on the input picture.
+
+    Args:
+        settings: the job's fields by name; completed in place.
+        description: the model's.
+        image: the picture to start from, or None.
+        note: receives sentences that the user should read.
+
+    Raises:
+        SizeError: the picture's own size is one that the model cannot do.
+    """
+    _fill_size(settings, description, image, note)
+    if settings.get("steps") is None:
+        tiny = str(settings["model"]).endswith("-tiny")
+        settings["steps"] = TINY_STEPS if tiny else DEFAULT_STEPS
+    if settings.get("guidance") is None:
+        is_sdxl = "XL" in description.pipeline_class
+        settings["guidance"] = GUIDANCE_SDXL if is_sdxl else GUIDANCE_OTHER
+    if settings.get("seed") is None:
+        settings["seed"] = secrets.randbelow(2**32)
+    settings["guidance"] = float(settings["guidance"])
+    if image is not None and settings.get("strength") is None:
+        settings["strength"] = DEFAULT_STRENGTH
+    if settings["guidance"] <= 1 and settings.get("negative"):
+        note(
+            f"guidance {settings['guidance']:g} means no guidance, so the negative prompt is "
+            "ignored; use --guidance above 1"
+        )
+        settings["negative"] = ""
+
+
+def _fill_size(
+    settings: dict[str, Any],
+    description: Any,
+    image: InputPicture | None,
+    note: Callable[[str], None],
+) -> None:
+    width: Any = settings.get("width")
+    height: Any = settings.get("height")
+    if image is None:
+        settings["width"] = description.default_width if width is None else width
+        settings["height"] = description.default_height if height is None else height
+        return
+    own_width, own_height = image.picture.size
+    if width is None and height is None:
+        check_size(own_width, own_height, subject=f"--image {image.path}")
+        width, height = own_width, own_height
+    elif width is None:
+        width = _nearest(own_width * height / own_height)
+    elif height is None:
+        height = _nearest(own_height * width / own_width)
+    if (width, height) != (own_width, own_height):
+        note(f"{image.path} is resized from {own_width} × {own_height} to {width} × {height}")
+    settings["width"], settings["height"] = width, height
+
+
+def _nearest(pixels: float) -> int:
+    return min(nearest_sizes(round(pixels)), key=lambda size: abs(size - pixels))

@@ -1,0 +1,135 @@
+"""Turns the text of single flags into values, and refuses what is not built yet.
+
+Knows the flags' spelling; knows nothing of models, torch or files' contents.
+"""
+
+import math
+import os
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from sdx_accel.budget import units
+from sdx_accel.errors import RefusedError
+
+__all__ = [
+    "Dtype",
+    "Format",
+    "Lora",
+    "Quality",
+    "parse_device",
+    "parse_lora",
+    "parse_vram",
+    "refuse_unbuilt",
+]
+
+_UNBUILT = {
+    "controlnet": "--controlnet is not built yet; built: text to picture, --image, --image with "
+    "--mask, --lora",
+    "ip_adapter": "--ip-adapter is not built yet; built: text to picture, --image, --image with "
+    "--mask, --lora",
+    "ram": "--ram is not built yet; built: --vram (the plan prints the host memory it needs)",
+}
+_QUALITIES = ("exact", "near")
+
+
+class Dtype(StrEnum):
+    """Values of --dtype."""
+
+    AUTO = "auto"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+
+class Quality(StrEnum):
+    """Values of --quality."""
+
+    EXACT = "exact"
+    NEAR = "near"
+    FAST = "fast"
+
+
+class Format(StrEnum):
+    """Values of --format."""
+
+    PNG = "png"
+    JPG = "jpg"
+    WEBP = "webp"
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """A LoRA file or folder and how strongly it is applied.
+
+    Args:
+        path: as the user wrote it.
+        scale: 1.0 is the strength it was trained with.
+    """
+
+    path: str
+    scale: float = 1.0
+
+
+def parse_lora(text: str) -> Lora:
+    """Read PATH or PATH:SCALE; a colon inside a path, or after a drive letter, is no scale.
+
+    Raises:
+        RefusedError: the path is empty or the scale is not finite.
+    """
+    path, colon, tail = text.rpartition(":")
+    try:
+        scale = float(tail) if colon else None
+    except ValueError:
+        scale = None
+    # a file that is really called "style:2", or drive C's file "2", is a path
+    if scale is None or os.path.exists(text) or (os.name == "nt" and len(path) == 1):
+        path, scale = text, 1.0
+    if not path.strip():
+        raise RefusedError(f"--lora {text!r} names no file; write --lora PATH or --lora PATH:SCALE")
+    if not math.isfinite(scale):
+        raise RefusedError(f"--lora {text}: the scale has to be a finite number, such as 0.8")
+    return Lora(path, scale)
+
+
+def parse_vram(text: str) -> str:
+    """Check a budget's spelling and return it without blanks, in lower case.
+
+    Args:
+        text: GiB ("8", "8GiB"), "auto" (what is free), "80%" of the card, or "-1" (free minus 1).
+
+    Raises:
+        RefusedError: anything else, or zero.
+    """
+    units.parse_vram(text)
+    return text.strip().lower()
+
+
+def parse_device(text: str) -> str:
+    """Check a device's spelling: auto, cpu, cuda or cuda:N.
+
+    Raises:
+        RefusedError: anything else.
+    """
+    value = text.strip().lower()
+    if value not in ("auto", "cpu", "cuda") and not re.fullmatch(r"cuda:\d+", value):
+        raise RefusedError(f"--device {text!r} is not built; built: auto, cpu, cuda, cuda:N")
+    return value
+
+
+def refuse_unbuilt(flags: dict[str, Any]) -> None:
+    """Refuse flags whose feature does not exist yet, naming those that do.
+
+    Args:
+        flags: values by flag name, None where a flag was not given.
+
+    Raises:
+        RefusedError: the first such flag.
+    """
+    for name, message in _UNBUILT.items():
+        if flags.get(name) is not None:
+            raise RefusedError(message)
+    quality = flags.get("quality")
+    if quality is not None and quality not in _QUALITIES:
+        raise RefusedError(f"--quality {quality} is not built yet; built: {', '.join(_QUALITIES)}")

@@ -1,0 +1,120 @@
+"""The verb `generate`: its flags and nothing else."""
+
+from typing import Annotated
+
+import typer
+
+from sdx_accel.cli.flags import Dtype, Format, Quality
+from sdx_accel.cli.json_errors import json_on_error
+
+__all__ = ["generate"]
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="What the picture shows.", show_default=False)
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Hub id, diffusers folder, .safetensors file, or random:sdxl, random:sd15, "
+            "random:sdxl-tiny (seeded random weights). Default: random:sdxl-tiny.",
+        ),
+    ] = None,
+    negative: Annotated[str | None, typer.Option(help="What it shall not show.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Denoising steps. Default: 20; 4 for -tiny models.")
+    ] = None,
+    guidance: Annotated[
+        float | None,
+        typer.Option(help="Default: 5.0 for SDXL, else 7.5. 1 or less: no guidance."),
+    ] = None,
+    width: Annotated[int | None, typer.Option(help="Pixels. Default: the model's.")] = None,
+    height: Annotated[int | None, typer.Option(help="Pixels. Default: the model's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Default: random, and printed.")] = None,
+    num: Annotated[
+        int | None,
+        typer.Option(help="How many pictures, one after the other, with seeds SEED, SEED + 1, …"),
+    ] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATH[:SCALE]", help="A LoRA file; may be given several times."),
+    ] = None,
+    image: Annotated[str | None, typer.Option(help="A picture to start from.")] = None,
+    mask: Annotated[
+        str | None, typer.Option(help="With --image: white is repainted, black is kept exactly.")
+    ] = None,
+    strength: Annotated[
+        float | None, typer.Option(help="With --image: how much is replaced. Default: 0.6.")
+    ] = None,
+    controlnet: Annotated[str | None, typer.Option(help="Not built yet.")] = None,
+    ip_adapter: Annotated[str | None, typer.Option(help="Not built yet.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Default: auto.")] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="auto|cpu|cuda[:N]", help="Default: auto.")
+    ] = None,
+    scheduler: Annotated[
+        str | None, typer.Option(help="euler, euler-a, ddim, dpm++, unipc, … Default: the model's.")
+    ] = None,
+    vram: Annotated[
+        str | None,
+        typer.Option(help="Budget: GiB, auto (what is free), 80%, or -1 (free minus 1 GiB)."),
+    ] = None,
+    ram: Annotated[str | None, typer.Option(help="Not built yet.")] = None,
+    quality: Annotated[
+        Quality | None,
+        typer.Option(help="exact (default): same mathematics. near: VAE tiles. fast: not built."),
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option("--output", "-o", help="A folder, or a file name. Default: outputs/."),
+    ] = None,
+    format: Annotated[Format | None, typer.Option(help="Default: png.")] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a file of the same name.")
+    ] = False,
+    config: Annotated[
+        str | None, typer.Option(help="Configuration folder for a single-file model.")
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="One JSON object on stdout, the rest on stderr.")
+    ] = False,
+    replay: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="PICTURE",
+            help="Make a saved picture again; other flags change what they name.",
+        ),
+    ] = None,
+) -> None:
+    """Make pictures from a prompt, from a picture, or from a picture and a mask.
+
+    Prints the plan, then what each phase was predicted to need and needed, then the paths of the
+    saved pictures, one a line.
+    """
+    flags = dict(locals())
+    with json_on_error(json):
+        from sdx_accel.cli.metadata import versions
+        from sdx_accel.cli.prepare import choose_destination, prepare
+        from sdx_accel.cli.run_job import run_job
+        from sdx_accel.cli.talk import Talk
+
+        talk = Talk(json)
+        prepared = prepare(flags, talk.note)
+        destination = choose_destination(prepared, flags, talk.note)
+        outcome = run_job(prepared, destination, talk)
+        talk.result(
+            [str(path) for path in outcome.paths],
+            {
+                "seeds": outcome.seeds,
+                "settings": prepared.job.to_dict(),
+                "plan": outcome.plan,
+                "report": outcome.report,
+                "versions": versions(),
+                "seconds": round(outcome.seconds, 3),
+                "notes": talk.notes,
+            },
+        )

@@ -1,0 +1,71 @@
+"""The verb `plan`: whether a job fits, and where everything lies, without loading weights."""
+
+import json as json_format
+from typing import Annotated
+
+import typer
+
+from sdx_accel.cli.flags import Dtype, Quality
+from sdx_accel.cli.json_errors import json_on_error
+
+__all__ = ["plan"]
+
+
+def plan(
+    prompt: Annotated[
+        str | None,
+        typer.Argument(help="Ignored: the flags of generate can be tried as they are."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="As in generate. Default: random:sdxl-tiny.")
+    ] = None,
+    vram: Annotated[
+        str | None,
+        typer.Option(help="Budget as in generate. Default: auto on a GPU, 8 without one."),
+    ] = None,
+    width: Annotated[int | None, typer.Option(help="Pixels. Default: the model's.")] = None,
+    height: Annotated[int | None, typer.Option(help="Pixels. Default: the model's.")] = None,
+    num: Annotated[
+        int | None,
+        typer.Option(help="Pictures are made one after the other: memory does not change."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="1 or less: no guidance.")] = None,
+    image: Annotated[
+        str | None, typer.Option(help="A picture to start from: its size is planned for.")
+    ] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Default: auto.")] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="auto|cpu|cuda[:N]", help="Default: auto.")
+    ] = None,
+    ram: Annotated[str | None, typer.Option(help="Not built yet.")] = None,
+    quality: Annotated[
+        Quality | None, typer.Option(help="exact (default) or near; fast is not built.")
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option(help="Configuration folder for a single-file model.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Say whether a job fits into a budget, and where everything lies in each phase.
+
+    Reads configurations only: no weights, no GPU. Exit code 1 when it does not fit.
+    """
+    flags = {**locals(), "prompt": prompt or ""}
+    with json_on_error(json):
+        from sdx_accel.cli.budgeting import plan_job
+        from sdx_accel.cli.devices import pick_device
+        from sdx_accel.cli.prepare import prepare
+        from sdx_accel.cli.talk import Talk, one_voice
+
+        talk = Talk(json)
+        prepared = prepare(flags, talk.note)
+        with one_voice(talk):
+            job = prepared.job
+            made = plan_job(prepared, pick_device(job.device), job.dtype)
+        if json:
+            print(json_format.dumps(json_format.loads(made.to_json())))
+        else:
+            talk.say(made.explain())
+    if not made.feasible:
+        raise typer.Exit(1)

@@ -1,0 +1,195 @@
+"""From flags to a checked job with its input pictures and its destination, before any weights.
+
+Everything that can be refused without loading a model is refused here.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from sdx_accel.cli.defaults import DEFAULT_MODEL, fill_defaults
+from sdx_accel.cli.flags import parse_device, parse_lora, parse_vram, refuse_unbuilt
+from sdx_accel.cli.job import Job
+from sdx_accel.cli.metadata import Recorded, read_record, versions
+from sdx_accel.cli.pictures_in import InputPicture, read_mask, read_picture
+from sdx_accel.cli.pictures_out import Destination, open_destination
+from sdx_accel.errors import CheckpointError, PictureError, RefusedError
+
+__all__ = ["Prepared", "choose_destination", "prepare"]
+
+# room for the metadata of a picture
+_OVERHEAD_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A job that may start.
+
+    Args:
+        job: the settings.
+        description: the model's, from `describe`.
+        image: the picture to start from, or None.
+        mask: what to repaint of it, or None.
+        format: of the picture that is made again, or None.
+    """
+
+    job: Job
+    description: Any
+    image: InputPicture | None
+    mask: InputPicture | None
+    format: str | None
+
+
+def prepare(flags: dict[str, Any], note: Callable[[str], None]) -> Prepared:
+    """Check everything that needs no weights.
+
+    Args:
+        flags: by name, None (or an empty list) where the user gave nothing.
+        note: receives sentences that the user should read.
+
+    Raises:
+        RefusedError: or one of its kinds, on anything that cannot work.
+    """
+    refuse_unbuilt(flags)
+    given = _given(flags)
+    recorded = read_record(given["replay"]) if "replay" in given else None
+    if recorded is None and "prompt" not in given:
+        raise RefusedError('no prompt: write sdx-accel generate "what the picture shows"')
+    settings = _settings(given, recorded)
+    description = _describe(settings, note)
+    image, mask = _pictures(settings, note)
+    fill_defaults(settings, description, image, note)
+    job = Job.from_dict(settings)
+    if recorded is not None:
+        _compare(recorded, given, job, (image, mask), note)
+    _check_names(job)
+    return Prepared(job, description, image, mask, recorded.format if recorded else None)
+
+
+def choose_destination(
+    prepared: Prepared, flags: dict[str, Any], note: Callable[[str], None]
+) -> Destination:
+    """Where the pictures of a prepared job go, found writable.
+
+    Args:
+        prepared: from `prepare`.
+        flags: the same flags.
+        note: receives sentences that the user should read.
+
+    Raises:
+        PictureError: the place cannot be written.
+    """
+    job, given = prepared.job, _given(flags)
+    format = given.get("format")
+    if format is None and "output" not in given:
+        format = prepared.format
+    destination = open_destination(
+        given.get("output"),
+        format,
+        bool(given.get("overwrite")),
+        job.num * (job.width * job.height * 3 + _OVERHEAD_BYTES),
+    )
+    if job.kind == "inpaint" and destination.format != "png":
+        note(f"{destination.format} is lossy: pixels outside the mask change a little; use png")
+    return destination
+
+
+def _given(flags: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in flags.items() if value not in (None, [], ())}
+
+
+def _describe(settings: dict[str, Any], note: Callable[[str], None]) -> Any:
+    """The description of the job's model, from its configurations; fills in the default model.
+
+    Raises:
+        CheckpointError: there is no such model, or it is broken.
+    """
+    from sdx_accel.runtime.checkpoints import describe
+
+    if settings.get("model") is None:
+        settings["model"] = DEFAULT_MODEL
+        note(
+            f"no model given: {DEFAULT_MODEL}, seeded random weights: the picture shows noise, "
+            "not your prompt"
+        )
+    return describe(settings["model"], config=settings.get("config"))
+
+
+def _check_names(job: Job) -> None:
+    from sdx_accel.runtime.schedulers import SCHEDULERS, make_scheduler
+
+    for lora in job.loras:
+        if not os.path.exists(lora.path):
+            raise CheckpointError(f"--lora {lora.path}: no such file; check the path")
+    if job.scheduler is not None and job.scheduler.strip().lower() not in SCHEDULERS:
+        make_scheduler(job.scheduler, {})
+
+
+def _settings(given: dict[str, Any], recorded: Recorded | None) -> dict[str, Any]:
+    """The job's fields known from the flags, then from the replayed picture."""
+    names = Job.__dataclass_fields__
+    settings = {
+        name: str(value) if isinstance(value, StrEnum) else value
+        for name, value in given.items()
+        if name in names
+    }
+    if "lora" in given:
+        loras = [parse_lora(text) for text in given["lora"]]
+        settings["loras"] = [
+            {"path": os.path.abspath(lora.path), "scale": lora.scale} for lora in loras
+        ]
+    if "vram" in settings:
+        settings["vram"] = parse_vram(settings["vram"])
+    if "device" in settings:
+        settings["device"] = parse_device(settings["device"])
+    for name in ("image", "mask", "model", "config"):
+        # a replay may start in another folder; a model can also be a spec or a hub id
+        if name in settings and (name in ("image", "mask") or os.path.exists(settings[name])):
+            settings[name] = os.path.abspath(settings[name])
+    if recorded is None:
+        return settings
+    replayed = recorded.job.to_dict()
+    if "image" in settings:
+        # another picture: its own size and mask, not those of the recorded one
+        for name in ("width", "height", "mask"):
+            del replayed[name]
+    return {**replayed, **settings}
+
+
+def _pictures(
+    settings: dict[str, Any], note: Callable[[str], None]
+) -> tuple[InputPicture | None, InputPicture | None]:
+    if settings.get("image") is None:
+        return None, None
+    image = read_picture(settings["image"])
+    mask = None if settings.get("mask") is None else read_mask(settings["mask"], image)
+    for sentence in (*image.notes, *(mask.notes if mask else ())):
+        note(sentence)
+    return image, mask
+
+
+def _compare(
+    recorded: Recorded,
+    given: dict[str, Any],
+    job: Job,
+    pictures: tuple[InputPicture | None, InputPicture | None],
+    note: Callable[[str], None],
+) -> None:
+    """Say what would make a replay differ; refuse when an input picture is another one."""
+    for name, picture in zip(("image", "mask"), pictures, strict=True):
+        digest = recorded.inputs.get(picture.path) if picture else None
+        if picture and name not in given and digest not in (None, picture.sha256):
+            raise PictureError(
+                f"--from {recorded.path}: {picture.path} has changed since, so the result would "
+                f"differ; give --{name} to use it as it is now"
+            )
+    now = versions()
+    changed = [
+        f"{name} {was} → {now.get(name, 'absent')}"
+        for name, was in recorded.versions.items()
+        if now.get(name) != was
+    ]
+    if changed and replace(job, num=1) == recorded.job:
+        note(f"versions differ from the recorded run ({', '.join(changed)}): pixels may too")

@@ -1,0 +1,243 @@
+"""Runs a prepared job: plan, load, place, denoise, save; one picture at a time.
+
+Knows pipelines through their public calls; knows nothing of flags or of file names.
+"""
+
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdx_accel.cli.budgeting import budget_of, plan_job, refuse_infeasible
+from sdx_accel.cli.decode_guard import finite_decode
+from sdx_accel.cli.devices import pick_device
+from sdx_accel.cli.job import Job
+from sdx_accel.cli.metadata import encode_picture, parameters_text, versions
+from sdx_accel.cli.pictures_out import Destination, file_name, save_bytes
+from sdx_accel.cli.prepare import Prepared
+from sdx_accel.cli.progress import StepProgress
+from sdx_accel.cli.prompts import prompt_notes
+from sdx_accel.cli.talk import Talk, one_voice
+from sdx_accel.errors import WorkError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["Outcome", "run_job"]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a job made.
+
+    Args:
+        paths: saved pictures, in order.
+        seeds: their seeds.
+        plan: the plan that was held, as JSON-ready values, or None.
+        report: what ran, as JSON-ready values, or None.
+        seconds: from loading to the last saved picture.
+    """
+
+    paths: list[Path] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    plan: dict[str, Any] | None = None
+    report: dict[str, Any] | None = None
+    seconds: float = 0.0
+
+
+def run_job(prepared: Prepared, destination: Destination, talk: Talk) -> Outcome:
+    """Make and save every picture of a job.
+
+    Pictures are made by separate calls, so that memory does not grow with their number and
+    picture i equals the picture that its own seed gives alone.
+
+    Args:
+        prepared: from `prepare`.
+        destination: from `choose_destination`.
+        talk: where messages go.
+
+    Raises:
+        SdxError: refused (budget, model, LoRA) or failed.
+        KeyboardInterrupt: after saying which pictures were finished.
+    """
+    from sdx_accel.runtime.checkpoints import dtype_for
+
+    job, outcome = prepared.job, Outcome()
+    start = time.perf_counter()
+    device = pick_device(job.device)
+    with one_voice(talk):
+        dtype, dtype_note = dtype_for(device, job.dtype)
+        if dtype_note:
+            talk.note(dtype_note)
+        talk.say(_headline(prepared, device, dtype))
+        plan = plan_job(prepared, device, str(dtype).removeprefix("torch."))
+        talk.say(plan.explain())
+        refuse_infeasible(plan, prepared, device)
+        outcome.plan = plan.to_dict()
+        pipe = _load(job, device)
+        for sentence in prompt_notes(pipe, job.prompt, job.negative if job.guided else ""):
+            talk.note(sentence)
+        held = _place(pipe, job, device, plan.feasible, talk)
+        try:
+            for index in range(job.num):
+                picture = _make(pipe, prepared, index, device, talk)
+                record = _record(prepared.job.single(index), prepared, pipe, device, outcome.plan)
+                outcome.paths.append(_save(picture, record, prepared, index, destination, talk))
+                outcome.seeds.append(job.seed + index)
+        except KeyboardInterrupt:
+            done = ", ".join(str(path) for path in outcome.paths) or "none"
+            talk.note(f"stopped; finished pictures: {done}")
+            raise
+        if held:
+            _audit(pipe.xattn_report(), outcome, talk)
+    outcome.seconds = time.perf_counter() - start
+    return outcome
+
+
+def _headline(prepared: Prepared, device: str, dtype: Any) -> str:
+    job = prepared.job
+    seeds = f"seed {job.seed}" if job.num == 1 else f"seeds {job.seed} to {job.seed + job.num - 1}"
+    return (
+        f"{job.model}: {prepared.description.pipeline_class} on {device} in "
+        f"{str(dtype).removeprefix('torch.')}, "
+        f"{job.width} × {job.height}, {job.steps} steps, guidance {job.guidance:g}, {seeds}"
+    )
+
+
+def _load(job: Job, device: str) -> Any:
+    from sdx_accel.runtime.checkpoints import load
+
+    pipe = load(
+        job.model, dtype=job.dtype, config=job.config, scheduler=job.scheduler, device=device
+    )
+    if job.loras:
+        from sdx_accel.runtime.loras import load_loras
+
+        load_loras(pipe, [(lora.path, lora.scale) for lora in job.loras])
+    pipe.set_progress_bar_config(disable=True)
+    if job.kind == "text":
+        return pipe
+    from diffusers import AutoPipelineForImage2Image, AutoPipelineForInpainting
+
+    switch = AutoPipelineForImage2Image if job.kind == "image" else AutoPipelineForInpainting
+    switched = switch.from_pipe(pipe)
+    switched.set_progress_bar_config(disable=True)
+    return switched
+
+
+def _place(pipe: Any, job: Job, device: str, feasible: bool, talk: Talk) -> bool:
+    """Patch the pipeline and put it on its device; False when everything of ours is off."""
+    import sdx_accel  # noqa: F401  (attaches enable_xattn to diffusers' classes)
+
+    if os.environ.get("SDX_DISABLE", "") not in ("", "0"):
+        talk.note("SDX_DISABLE is set: nothing is patched and no budget is held")
+        pipe.to(device)
+        return False
+    if device == "cpu" and not feasible:
+        pipe.enable_xattn()
+        return True
+    pipe.enable_xattn(vram=budget_of(job, device), device=device, quality=job.quality)
+    return True
+
+
+def _make(pipe: Any, prepared: Prepared, index: int, device: str, talk: Talk) -> "Image":
+    """One picture; noise is drawn on the CPU, so that no placement or device changes it."""
+    import torch
+    from PIL import Image
+
+    job = prepared.job
+    title = "picture" if job.num == 1 else f"picture {index + 1} of {job.num}"
+    progress = StepProgress(_steps(job), title, may_compile=device != "cpu" and index == 0)
+    arguments = {
+        "prompt": job.prompt,
+        # None and "" differ: SDXL zeroes the embeddings of None
+        "negative_prompt": job.negative or None,
+        "num_inference_steps": job.steps,
+        "guidance_scale": job.guidance,
+        "generator": torch.Generator("cpu").manual_seed(job.seed + index),
+        "callback_on_step_end": progress.callback,
+        **_picture_arguments(prepared),
+    }
+    try:
+        with progress, finite_decode(pipe, talk.note):
+            result = pipe(**arguments)
+    except torch.OutOfMemoryError as error:
+        raise WorkError(
+            f"{title}: {device} ran out of memory after step {progress.done}; pictures made before "
+            "are saved. Close other programs that use the card, or make a smaller picture"
+        ) from error
+    picture: Image.Image = result.images[0].convert("RGB")
+    if progress.seconds_per_step is not None:
+        talk.say(f"{title}: {progress.done} steps, {progress.seconds_per_step:.3g} s/step")
+    if prepared.image is not None and prepared.mask is not None:
+        size = (job.width, job.height)
+        original, mask = prepared.image.resized(*size), prepared.mask.resized(*size)
+        picture = Image.composite(picture, original, mask)
+    if picture.getbbox() is None:
+        talk.note("the picture is black all over, although every value is finite")
+    return picture
+
+
+def _steps(job: Job) -> int:
+    return job.steps if job.strength is None else int(job.steps * job.strength)
+
+
+def _picture_arguments(prepared: Prepared) -> dict[str, Any]:
+    job = prepared.job
+    size = {"width": job.width, "height": job.height}
+    if prepared.image is None:
+        return size
+    image = {"image": prepared.image.resized(**size), "strength": job.strength}
+    if prepared.mask is None:
+        return image
+    return {**image, **size, "mask_image": prepared.mask.resized(**size)}
+
+
+def _record(
+    single: Job, prepared: Prepared, pipe: Any, device: str, plan: dict[str, Any] | None
+) -> dict[str, Any]:
+    """What goes into the picture's metadata."""
+    pictures = (prepared.image, prepared.mask)
+    return {
+        "settings": single.to_dict(),
+        "inputs": {picture.path: picture.sha256 for picture in pictures if picture is not None},
+        "ran": {
+            "device": device,
+            "dtype": str(pipe.unet.dtype).removeprefix("torch."),
+            "scheduler": type(pipe.scheduler).__name__,
+            "pipeline": type(pipe).__name__,
+        },
+        "versions": versions(),
+        "plan": plan,
+    }
+
+
+def _save(
+    picture: "Image",
+    record: dict[str, Any],
+    prepared: Prepared,
+    index: int,
+    destination: Destination,
+    talk: Talk,
+) -> Path:
+    single = prepared.job.single(index)
+    sampler = record["ran"]["scheduler"].removesuffix("Scheduler")
+    parameters = parameters_text(single, sampler)
+    data, note = encode_picture(picture, destination.format, record, parameters)
+    if note:
+        talk.note(note)
+    name = file_name(destination, single.prompt, single.seed, index, prepared.job.num)
+    return save_bytes(data, destination, name)
+
+
+def _audit(report: Any, outcome: Outcome, talk: Talk) -> None:
+    outcome.report = json.loads(report.to_json())
+    for phase in report.phases:
+        measured = (
+            "not measured on the CPU"
+            if phase.measured_peak_gib is None
+            else f"measured {phase.measured_peak_gib:.2f} GiB"
+        )
+        talk.say(f"{phase.name}: predicted {phase.predicted_peak_gib:.2f} GiB, {measured}")

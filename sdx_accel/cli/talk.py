@@ -1,0 +1,107 @@
+"""Where each kind of message goes: results to stdout, notes and progress to stderr.
+
+With --json, stdout is one JSON object and everything else goes to stderr. Knows streams only.
+"""
+
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["Talk", "one_voice"]
+
+
+class Talk:
+    """One command's voice.
+
+    Args:
+        as_json: whether stdout is for a program.
+    """
+
+    def __init__(self, as_json: bool = False) -> None:
+        self.as_json = as_json
+        self.notes: list[str] = []
+
+    def say(self, text: str) -> None:
+        """A line of the result for people."""
+        print(text, file=sys.stderr if self.as_json else sys.stdout, flush=True)
+
+    def note(self, text: str) -> None:
+        """Something the user should know; the same sentence is said once."""
+        if text not in self.notes:
+            self.notes.append(text)
+            print(f"note: {text}", file=sys.stderr, flush=True)
+
+    def result(self, paths: list[str], values: dict[str, Any]) -> None:
+        """The end: one JSON object, or one path a line."""
+        if self.as_json:
+            # ASCII, so that no console's encoding can spoil it
+            print(json.dumps({"paths": paths, **values}), flush=True)
+        else:
+            for path in paths:
+                print(path, flush=True)
+
+
+class _Notes(logging.Handler):
+    """Turns the plug-in's own warnings into notes."""
+
+    def __init__(self, talk: Talk) -> None:
+        super().__init__(logging.WARNING)
+        self._talk = talk
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._talk.note(record.getMessage())
+
+
+@contextmanager
+def one_voice(talk: Talk) -> Iterator[None]:
+    """The plug-in's warnings become notes; its plans, which are printed already, are not repeated.
+
+    Args:
+        talk: receives the notes.
+    """
+    log = logging.getLogger("sdx_accel")
+    before = (log.handlers, log.level, log.propagate)
+    log.handlers, log.propagate = [_Notes(talk)], False
+    log.setLevel(logging.WARNING)
+    try:
+        with _quiet_hosts():
+            yield
+    finally:
+        log.handlers, level, log.propagate = before
+        log.setLevel(level)
+
+
+@contextmanager
+def _quiet_hosts() -> Iterator[None]:
+    """Keep diffusers and transformers from talking over us; their settings are put back after.
+
+    What they would warn of (cut prompts, dtype changes, deprecations of each other) is either
+    said by us in one sentence or nothing that the user can act on. SDX_DEBUG=1 lets it through.
+    """
+    if os.environ.get("SDX_DEBUG", "") not in ("", "0"):
+        yield
+        return
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    hosts = (diffusers_logging, transformers_logging)
+    levels = [host.get_verbosity() for host in hosts]
+    bars = [host.is_progress_bar_enabled() for host in hosts]
+    for host in hosts:
+        host.set_verbosity_error()
+        host.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            for name in ("diffusers", "transformers", "torch", "huggingface_hub", "peft"):
+                warnings.filterwarnings("ignore", module=rf"{name}(\.|$)")
+            yield
+    finally:
+        for host, level, bar in zip(hosts, levels, bars, strict=True):
+            host.set_verbosity(level)
+            if bar:
+                host.enable_progress_bar()

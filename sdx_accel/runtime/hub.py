@@ -1,0 +1,156 @@
+"""Models by hub id: the local cache first, the network only when it must and may.
+
+Knows huggingface_hub; never asks it for anything when HF_HUB_OFFLINE is set.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any
+
+from sdx_accel.errors import CheckpointError
+from sdx_accel.runtime.architectures import RANDOM_PREFIX, RANDOM_SPECS
+from sdx_accel.runtime.checkpoint_files import neighbours
+from sdx_accel.runtime.checkpoint_folders import INDEX, check_folder
+
+__all__ = ["cached_folder", "configurations", "missing_path_message", "snapshot"]
+
+_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+
+
+def cached_folder(name: str) -> Path | None:
+    """The newest cached snapshot of a hub id that has a model_index.json, or None. No network."""
+    from huggingface_hub import snapshot_download
+
+    if not _ID.fullmatch(name):
+        return None
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True))
+    except (OSError, ValueError):
+        return None
+    return folder if (folder / INDEX).is_file() else None
+
+
+def configurations(name: str) -> Path:
+    """A folder with at least the .json files of a hub id.
+
+    Raises:
+        CheckpointError: not cached and offline, or not on the hub.
+    """
+    return cached_folder(name) or _fetch(name, lambda: _download(name, ["*.json", "*/*.json"]))
+
+
+def snapshot(name: str, dtype: Any) -> Path:
+    """A folder with everything that a pipeline needs, cached or downloaded.
+
+    Args:
+        name: hub id.
+        dtype: `torch.dtype`; for fp16 the smaller fp16 files are fetched where they exist.
+
+    Raises:
+        CheckpointError: incomplete and offline, or not on the hub.
+    """
+    import torch
+
+    half = dtype is torch.float16
+    folder = cached_folder(name)
+    incomplete = None
+    if folder is not None:
+        try:
+            check_folder(folder, half=half)
+            return folder
+        except CheckpointError as error:
+            incomplete = error
+    if incomplete is not None and _offline():
+        raise CheckpointError(
+            f"the cached copy of {name!r} is incomplete and HF_HUB_OFFLINE forbids fetching the "
+            f"rest: {incomplete}"
+        )
+    return _fetch(name, lambda: _download_pipeline(name, half))
+
+
+def missing_path_message(path: Path) -> str:
+    """One line for a path that is not there, with the closest names beside it."""
+    parent = path.parent
+    if not parent.is_dir():
+        return f"no such model: {path}; the folder {parent} does not exist"
+    try:
+        names = [entry.name for entry in parent.iterdir()]
+    except OSError:
+        names = []
+    close = difflib.get_close_matches(path.name, names, n=1)
+    hint = (
+        f"did you mean {parent / close[0]}?" if close else f"{parent} holds: {neighbours(parent)}"
+    )
+    return f"no such model: {path}; {hint}"
+
+
+def _offline() -> bool:
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def _download(name: str, patterns: list[str]) -> str:
+    from huggingface_hub import snapshot_download
+
+    return str(snapshot_download(name, allow_patterns=patterns))
+
+
+def _download_pipeline(name: str, half: bool) -> str:
+    from diffusers import DiffusionPipeline
+
+    if half:
+        try:
+            return str(DiffusionPipeline.download(name, variant="fp16", use_safetensors=True))
+        except (ValueError, OSError):
+            pass  # many models have no fp16 files; the plain ones serve as well
+    return str(DiffusionPipeline.download(name, use_safetensors=True))
+
+
+def _fetch(name: str, download: Any) -> Path:
+    """Run a download and turn each way it fails into one line."""
+    if not _ID.fullmatch(name):
+        raise CheckpointError(
+            f"no file or folder {name!r} here, and it is no hub id (owner/name); "
+            f"{_suggestion(name)}"
+        )
+    if _offline():
+        raise CheckpointError(
+            f"no file or folder {name!r} here, the model is not in the local cache, and "
+            f"HF_HUB_OFFLINE forbids fetching it; {_suggestion(name)}"
+        )
+    try:
+        return Path(download())
+    except (OSError, ValueError, RuntimeError) as error:
+        kind = type(error).__name__
+        if "Gated" in kind:
+            cause = "the model is gated: accept its licence on the hub, then `hf auth login`"
+        elif "NotFound" in kind and "LocalEntry" not in kind:
+            cause = "there is no such model on the hub, or it is private (`hf auth login`)"
+        else:
+            cause = f"it is not in the local cache and the hub cannot be reached ({kind})"
+        raise CheckpointError(
+            f"no file or folder {name!r} here, and {cause}; {_suggestion(name)}"
+        ) from None
+
+
+def _suggestion(name: str) -> str:
+    """The closest known names: random specs and cached models."""
+    known = [*RANDOM_SPECS, *(spec.removeprefix(RANDOM_PREFIX) for spec in RANDOM_SPECS)]
+    close = difflib.get_close_matches(name.lower(), [*known, *_cached_names()], n=1, cutoff=0.5)
+    if close:
+        best = close[0] if close[0] not in known or ":" in close[0] else RANDOM_PREFIX + close[0]
+        return f"did you mean {best!r}?"
+    return "give a folder, a .safetensors file, or try random:sdxl-tiny, which needs no files"
+
+
+def _cached_names() -> list[str]:
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        return sorted(repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")
+    except (CacheNotFound, OSError, ValueError):
+        return []

@@ -1,0 +1,139 @@
+"""From descriptions to modules without weights, and from live pipelines back to descriptions.
+
+Knows diffusers' and transformers' classes; reads no files and never allocates a weight.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from sdx_accel.errors import CheckpointError
+from sdx_accel.runtime.descriptions import ComponentDescription, ModelDescription, jsonable
+
+__all__ = [
+    "component_class",
+    "default_size",
+    "describe_pipeline",
+    "meta_component",
+    "public_config",
+]
+
+# a description may come from a downloaded file: nothing else is ever imported because of it
+LIBRARIES = ("diffusers", "transformers")
+_FALLBACK_SIZE = 512
+
+
+def component_class(component: ComponentDescription) -> Any:
+    """The class that a description names.
+
+    Raises:
+        CheckpointError: not a class of diffusers or transformers, or not of this version.
+    """
+    if component.library not in LIBRARIES:
+        raise CheckpointError(
+            f"{component.name} wants {component.library}.{component.class_name}; only classes of "
+            f"{' and '.join(LIBRARIES)} are loaded"
+        )
+    found = getattr(importlib.import_module(component.library), component.class_name, None)
+    if not isinstance(found, type):
+        version = importlib.import_module(component.library).__version__
+        raise CheckpointError(
+            f"{component.name} wants {component.library}.{component.class_name}, which "
+            f"{component.library} {version} does not have; a newer {component.library} may"
+        )
+    return found
+
+
+def meta_component(component: ComponentDescription, dtype: str = "float32") -> Any:
+    """The module on torch's meta device: every shape and no storage, in about 0.1–1 s.
+
+    Args:
+        component: which class and configuration.
+        dtype: name of the parameters' dtype, for instance ``"float16"``.
+
+    Returns:
+        `torch.nn.Module` in evaluation mode, all parameters and buffers on the meta device.
+
+    Raises:
+        CheckpointError: the class is unknown, or refuses the configuration.
+    """
+    import torch
+
+    cls = component_class(component)
+    try:
+        with torch.device("meta"):
+            if component.library == "transformers":
+                module = cls(cls.config_class(**component.config))
+            else:
+                module = cls.from_config(component.config)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+        raise CheckpointError(
+            f"the configuration of {component.name} does not fit {component.class_name}: {error}"
+        ) from error
+    # diffusers' own .to() prints a warning about mixed dtypes that does not apply without weights
+    return torch.nn.Module.to(module, getattr(torch, dtype)).eval()
+
+
+def public_config(config: Any) -> dict[str, Any]:
+    """A module's configuration as plain data, without the libraries' private bookkeeping."""
+    values = config if isinstance(config, Mapping) else config.to_dict()
+    return {
+        str(key): jsonable(value)
+        for key, value in values.items()
+        if not str(key).startswith("_") and key not in ("transformers_version", "dtype")
+    }
+
+
+def default_size(components: Mapping[str, ComponentDescription]) -> tuple[int, int]:
+    """(height, width) in pixels that the denoiser was made for: its latent size × the VAE's factor.
+
+    512 × 512 where the configurations do not say.
+    """
+    denoiser = components.get("unet") or components.get("transformer")
+    sample = denoiser.config.get("sample_size") if denoiser else None
+    if sample is None:
+        return _FALLBACK_SIZE, _FALLBACK_SIZE
+    factor = 8
+    if "vae" in components and "block_out_channels" in components["vae"].config:
+        factor = 2 ** (len(components["vae"].config["block_out_channels"]) - 1)
+    height, width = sample if isinstance(sample, (list, tuple)) else (sample, sample)
+    return int(height) * factor, int(width) * factor
+
+
+def describe_pipeline(pipe: Any) -> ModelDescription:
+    """A live pipeline's architecture, read from its modules' configurations.
+
+    Args:
+        pipe: a `diffusers.DiffusionPipeline`; it is only read.
+    """
+    import torch
+
+    components = {}
+    dtypes = {}
+    for name, module in pipe.components.items():
+        # torch.compile wraps a module; the original holds class and configuration
+        module = getattr(module, "_orig_mod", module)
+        if not isinstance(module, torch.nn.Module) or not hasattr(module, "config"):
+            continue
+        library = type(module).__module__.split(".")[0]
+        components[name] = ComponentDescription(
+            name, library, type(module).__name__, public_config(module.config)
+        )
+        floating = (p.dtype for p in module.parameters() if p.is_floating_point())
+        dtypes[name] = str(next(floating, torch.float32)).removeprefix("torch.")
+    main = next((name for name in ("unet", "transformer") if name in dtypes), None)
+    height, width = default_size(components)
+    scheduler = getattr(pipe, "scheduler", None)
+    return ModelDescription(
+        source=str(getattr(pipe.config, "_name_or_path", None) or type(pipe).__name__),
+        pipeline_class=type(pipe).__name__,
+        components=components,
+        default_dtype=dtypes[main] if main else next(iter(dtypes.values()), "float16"),
+        default_height=height,
+        default_width=width,
+        scheduler=(type(scheduler).__name__, public_config(scheduler.config))
+        if scheduler is not None
+        else ("", {}),
+    )
