@@ -1,1 +1,64 @@
-"""Set up by its owner."""
+"""Reversible patches of diffusers and transformers models onto the kernels of `sdx_kernels`.
+
+It knows the host libraries' classes; it plans nothing, prints nothing and moves nothing.
+"""
+
+from typing import Any
+
+from sdx_kernels.ops.attention_impls import OPERATOR
+from sdx_patches import families
+from sdx_patches.report import Layer
+from sdx_patches.session import EVERYONE, Op, PatchSession, Settings, components, release
+
+__all__ = ["EVERYONE", "Layer", "PatchSession", "layers", "patch", "restore"]
+
+
+def patch(root: Any, *, owner: str, attention_op: Op = None, fused: bool = True) -> PatchSession:
+    """Route the attention of a pipeline or model through our op; exact, and undone by `restore`.
+
+    Either every layer that can be patched is, or, if anything raises, none. A second call by the
+    same owner counts once and its arguments hold; it also takes over from an option such as
+    attention slicing that was switched on in between.
+
+    Args:
+        root: a diffusers pipeline or an `nn.Module`.
+        owner: name under which `restore` gives it back; several owners may share a model.
+        attention_op: None or "auto", "torch", or the name of an implementation or an xFormers
+            operator, which then must be able to serve every call.
+        fused: whether fused kernels may replace more than attention. No such kernel exists yet.
+
+    Returns:
+        The session; as a context manager it restores at the end of the block.
+
+    Raises:
+        TypeError: `root` is neither a pipeline nor a module.
+        InvalidInputs: (a ValueError) no implementation is called `attention_op`.
+        ValueError: `owner` is empty.
+    """
+    if isinstance(attention_op, str) and attention_op not in ("auto", "torch"):
+        OPERATOR.get(attention_op)  # raises here, not in the middle of a picture
+    session = PatchSession(root, owner, Settings(attention_op, fused))
+    with session.applying():
+        families.apply(root, session)
+    return session
+
+
+def restore(root: Any, *, owner: str) -> None:
+    """Give back what `owner` patched on `root`: the very objects that were there before.
+
+    A model stays patched until its last owner has restored it. Nothing happens where this owner
+    has patched nothing. A copy of a patched model belongs to nobody in particular, so any owner's
+    call restores it.
+
+    Args:
+        root: the pipeline or module given to `patch`, or another that shares its models.
+        owner: the name given to `patch`; `EVERYONE` stands for all owners.
+    """
+    modules = [m for component in components(root).values() for m in component.modules()]
+    for module in reversed(modules):
+        release(module, owner)
+
+
+def layers(root: Any) -> list[Layer]:
+    """Every attention layer of `root`, patched or not, with what serves it and why."""
+    return list(families.describe(root))

@@ -1,6 +1,7 @@
 """One pipeline held to one budget: plans each job, carries it out, keeps the books."""
 
 import logging
+import weakref
 from typing import Any
 
 import torch
@@ -90,6 +91,8 @@ class BudgetSession:
         self._plans: dict[Job, Plan] = {}
         # planned before anything is held, so that a refusal leaves the pipeline as it was
         self._default = self._plan(self._default_job())
+        # a pipeline that is dropped while held must not leave its cap to the process
+        weakref.finalize(pipe, enforcer.release)
         self._undo = held.hold_models(self.executor)
         self._undo_pipe = held.hold_pipeline(pipe, self.executor, self._before_call)
         self._announce(self._default)

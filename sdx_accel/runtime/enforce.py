@@ -108,7 +108,7 @@ class Enforcer(NoEnforcer):
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def end_phase(self) -> float:
-        """Peak driver-visible use since `begin_phase`, in GiB; the cap follows newly loaded code."""
+        """Peak driver-visible use since `begin_phase` in GiB; the cap follows code loaded since."""
         peak = torch.cuda.max_memory_reserved(self._device) + self._non_torch()
         self._cap()
         return to_gib(peak)
@@ -119,5 +119,7 @@ class Enforcer(NoEnforcer):
 
     def release(self) -> None:
         """Put back the fraction that was set before."""
+        if self._plan is None:
+            return
         self._plan = None
         torch.cuda.set_per_process_memory_fraction(self._previous, self._device)

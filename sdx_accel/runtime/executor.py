@@ -52,9 +52,18 @@ class Executor:
 
     def hold(self, plan: Plan) -> None:
         """Follow `plan` from the next phase on; takes the weights to the host the first time."""
-        if plan != self.plan:
+        changed = plan != self.plan
+        if changed:
             self.plan, self.phase = plan, None
         self.take()
+        if changed:
+            # a smaller budget holds from now on, not from the next phase on
+            always = _resident_in_every_phase(plan)
+            for name, units in self._units.items():
+                if name not in self._cast:
+                    for unit in units[always.get(name, 0) :]:
+                        unit.drop()
+            self.enforcer.free_cache()
         self.enforcer.hold(plan)
 
     def take(self) -> None:

@@ -143,3 +143,6 @@ class WeightUnit:
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())
             self._pinned = False
+        # unit by unit, so that the host never holds all weights twice
+        self._slots = []
+        self._host = torch.empty(0, dtype=torch.uint8)

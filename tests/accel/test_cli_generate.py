@@ -356,7 +356,8 @@ def test_gpu_run_is_measured_and_starts_from_the_cpus_noise(
     unet_inputs.clear()
     result = cli(*options, "--device", "cuda", "--vram", 8)
     assert (cpu.code, result.code) == (0, 0), result.err
-    assert torch.equal(unet_inputs[0].cpu(), first)
+    # the scheduler scales the noise on the device: the last bit may differ, other noise would not
+    torch.testing.assert_close(unet_inputs[0].cpu(), first, rtol=1e-5, atol=1e-5)
     for phase in ("text", "denoise", "decode"):
         (line,) = [text for text in result.out.splitlines() if text.startswith(f"{phase}: ")]
         assert "measured" in line

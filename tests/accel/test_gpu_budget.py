@@ -1,5 +1,6 @@
 """The budget on a real card: the driver's own count stays within it, and bits do not change."""
 
+import gc
 import subprocess
 import sys
 
@@ -32,6 +33,9 @@ def _run(pipe, seed=0, **arguments):
 
 @pytest.fixture
 def small():
+    # a pipeline and its session refer to each other: without this the last test's is still there
+    gc.collect()
+    torch.cuda.empty_cache()
     pipe = _pipe("random:sd15")
     yield pipe
     pipe.disable_xattn()
@@ -118,6 +122,7 @@ def test_a_pipeline_from_the_card_goes_back_to_it(small):
 
 
 def test_an_upcast_vae_is_cast_inside_its_phase():
+    gc.collect()
     pipe = _pipe("random:sdxl-tiny")
     pipe.to("cuda")
     pipe.enable_xattn()
@@ -130,6 +135,7 @@ def test_an_upcast_vae_is_cast_inside_its_phase():
 
 
 def test_enabling_allocates_nothing_on_the_card_without_a_budget():
+    gc.collect()
     pipe = _pipe("random:sdxl-tiny").to("cuda")
     before = torch.cuda.memory_allocated()
     pipe.enable_xattn()

@@ -1,1 +1,1 @@
-"""Set up by its owner."""
+"""Triton kernels with their launchers, and their ahead-of-time check; imported lazily."""

@@ -1,1 +1,1 @@
-"""Set up by its owner."""
+"""Launch configurations and dispatch preferences as frozen data, each number with its source."""

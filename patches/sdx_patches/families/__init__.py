@@ -1,1 +1,5 @@
-"""Set up by its owner."""
+"""Which host classes get which patch: the tables, and the walk that applies them."""
+
+from sdx_patches.families.walk import apply, describe
+
+__all__ = ["apply", "describe"]

@@ -1,0 +1,263 @@
+"""Launch configurations of the attention kernel and the order in which implementations are tried.
+
+Pure functions of architecture, shape class and dtype: no device is asked and nothing is timed.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from sdx_kernels.checks import Signature
+
+__all__ = ["AttentionConfig", "config_for", "ladder_for", "preference", "shared_bytes"]
+
+TABLE_VERSION = 1
+
+#: head dims above this have no kernel of ours yet
+MAX_HEAD_DIM = 256
+
+#: float32 above this head dim spills, so that only a caller who names our kernel gets it
+MAX_AUTOMATIC_FP32_DIM = 128
+
+#: shared memory a block may opt in to, bytes, by compute capability (CUDA C Programming Guide,
+#: technical specifications per compute capability)
+SHARED_MEMORY = {
+    (7, 5): 65536,
+    (8, 0): 166912,
+    (8, 6): 101376,
+    (8, 7): 166912,
+    (8, 9): 101376,
+    (9, 0): 232448,
+    (10, 0): 232448,
+    (10, 3): 232448,
+    (12, 0): 101376,
+    (12, 1): 101376,
+}
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """One launch: query rows and keys a tile, warps, pipeline stages, and where they came from."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    source: str
+
+
+_CLEAN = "no spill on sm_86, sm_90 and sm_120 when compiled ahead of time; not timed yet"
+_NARROW = "smaller step, for cards with less shared memory"
+_WIDE_FP32 = "plain fp32 products, no tensor cores, spills: only when asked for by name"
+
+#: by (padded head dim, bytes an element, kind of mask): largest first. A launch takes the first one
+#: that the card's shared memory holds. Masks cost registers: with a bias, 128 x 64 at head dim 128
+#: spills 724 bytes on sm_90 and 1,540 on sm_120; causal, 128 x 64 at head dim 64 spills 36 on
+#: sm_120 and 64 x 32 with 8 warps spills 8 where 4 warps do not.
+_LADDERS: dict[tuple[int, int, str], tuple[AttentionConfig, ...]] = {
+    (64, 2, "plain"): (
+        AttentionConfig(128, 64, 8, 3, _CLEAN),
+        AttentionConfig(64, 64, 4, 2, _NARROW),
+        AttentionConfig(32, 32, 4, 1, _NARROW),
+    ),
+    (64, 2, "causal"): (
+        AttentionConfig(64, 32, 4, 3, _CLEAN),
+        AttentionConfig(32, 32, 4, 1, _NARROW),
+    ),
+    (64, 2, "biased"): (
+        AttentionConfig(64, 32, 8, 3, _CLEAN),
+        AttentionConfig(32, 32, 4, 1, _NARROW),
+    ),
+    (128, 2, "plain"): (
+        AttentionConfig(128, 64, 8, 2, _CLEAN),
+        AttentionConfig(64, 32, 8, 2, _NARROW),
+        AttentionConfig(32, 32, 4, 1, _NARROW),
+    ),
+    (128, 2, "causal"): (
+        AttentionConfig(64, 32, 8, 2, _CLEAN),
+        AttentionConfig(32, 32, 4, 1, _NARROW),
+    ),
+    (128, 2, "biased"): (
+        AttentionConfig(32, 32, 8, 2, _CLEAN),
+        AttentionConfig(32, 32, 4, 1, _NARROW),
+    ),
+    (256, 2, "plain"): (
+        AttentionConfig(64, 32, 8, 2, _CLEAN),
+        AttentionConfig(32, 32, 8, 1, _NARROW),
+        AttentionConfig(16, 16, 4, 1, _NARROW),
+    ),
+    (256, 2, "causal"): (
+        AttentionConfig(64, 32, 8, 2, _CLEAN),
+        AttentionConfig(32, 32, 8, 1, _NARROW),
+        AttentionConfig(16, 16, 4, 1, _NARROW),
+    ),
+    (256, 2, "biased"): (
+        AttentionConfig(64, 16, 8, 1, _CLEAN),
+        AttentionConfig(16, 16, 4, 1, _NARROW),
+    ),
+    (64, 4, "plain"): (
+        AttentionConfig(32, 32, 8, 2, _CLEAN),
+        AttentionConfig(16, 16, 4, 1, _NARROW),
+    ),
+    (64, 4, "causal"): (
+        AttentionConfig(32, 32, 8, 2, _CLEAN),
+        AttentionConfig(16, 16, 4, 1, _NARROW),
+    ),
+    (64, 4, "biased"): (
+        AttentionConfig(32, 32, 8, 2, _CLEAN),
+        AttentionConfig(16, 16, 4, 1, _NARROW),
+    ),
+    (128, 4, "plain"): (AttentionConfig(16, 32, 4, 1, _CLEAN),),
+    (128, 4, "causal"): (AttentionConfig(16, 32, 4, 1, _CLEAN),),
+    (128, 4, "biased"): (AttentionConfig(16, 32, 4, 1, _CLEAN),),
+    (256, 4, "plain"): (AttentionConfig(16, 16, 4, 1, _WIDE_FP32),),
+    (256, 4, "causal"): (AttentionConfig(16, 16, 4, 1, _WIDE_FP32),),
+    (256, 4, "biased"): (AttentionConfig(16, 16, 4, 1, _WIDE_FP32),),
+}
+
+_SHORT = "77 text tokens fill 3 steps of 32 but only 60 % of two steps of 64"
+
+#: unmasked, at most 96 keys: 128 x 32 with 8 warps spills 8 bytes on sm_120 at head dim 40
+_SHORT_STEPS = {
+    (64, 2): AttentionConfig(64, 32, 4, 3, _SHORT),
+    (128, 2): AttentionConfig(128, 32, 8, 2, _SHORT),
+}
+
+
+def padded(head_dim: int) -> int:
+    """The power of two, at least 16, that a head dim is computed in."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def shared_bytes(
+    config: AttentionConfig, head_dim: int, value_dim: int, itemsize: int, biased: bool = False
+) -> int:
+    """Shared memory a launch needs at most: the query tile, and `num_stages` times what a step of
+    keys loads (keys, values and, for a dense bias, its tile)."""
+    width, value_width = padded(head_dim), padded(value_dim)
+    # one stage is no pipeline: the bias then goes straight to registers
+    tile = config.block_m if biased and config.num_stages > 1 else 0
+    step = config.block_n * (width + value_width + tile)
+    return itemsize * (config.block_m * width + config.num_stages * step)
+
+
+def ladder_for(
+    capability: tuple[int, int],
+    head_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    keys: int,
+    biased: bool = False,
+    causal: bool = False,
+    shared_memory_bytes: int | None = None,
+) -> tuple[AttentionConfig, ...]:
+    """Configurations that fit, best first; a refused launch goes on with the next.
+
+    Args:
+        capability: compute capability, e.g. (8, 6).
+        head_dim: K. value_dim: Kv. keys: Mk.
+        dtype: of query, key and value.
+        biased: whether a dense bias is read. causal: whether a triangle is.
+        shared_memory_bytes: the card's limit per block; default: the architecture's.
+
+    Returns:
+        At least one configuration, or () when none fits or a head dim is above MAX_HEAD_DIM.
+    """
+    if max(head_dim, value_dim) > MAX_HEAD_DIM or min(head_dim, value_dim) < 1:
+        return ()
+    if shared_memory_bytes is None:
+        shared_memory_bytes = SHARED_MEMORY.get(capability, 49152)
+    width = max(64, padded(max(head_dim, value_dim)))
+    itemsize = dtype.itemsize
+    kind = "biased" if biased else "causal" if causal else "plain"
+    steps = list(_LADDERS[width, itemsize, kind])
+    if keys <= 96 and kind == "plain" and (width, itemsize) in _SHORT_STEPS:
+        steps.insert(0, _SHORT_STEPS[width, itemsize])
+    return tuple(
+        config
+        for config in steps
+        if shared_bytes(config, head_dim, value_dim, itemsize, biased) <= shared_memory_bytes
+    )
+
+
+def config_for(
+    capability: tuple[int, int],
+    head_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    keys: int,
+    biased: bool = False,
+    causal: bool = False,
+    shared_memory_bytes: int | None = None,
+) -> AttentionConfig | None:
+    """The first configuration of `ladder_for`, or None when none fits."""
+    ladder = ladder_for(
+        capability, head_dim, value_dim, dtype, keys, biased, causal, shared_memory_bytes
+    )
+    return ladder[0] if ladder else None
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Where one implementation is known to be the faster one."""
+
+    name: str
+    capabilities: tuple[int, ...]
+    head_dims: tuple[int, int]
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    dtypes: tuple[torch.dtype, ...]
+    source: str
+
+    def holds(self, s: Signature) -> bool:
+        """Whether the signature is in this entry's range (bounds inclusive)."""
+        major = s.target.capability[0] if s.target.capability else -1
+        return (
+            (not self.capabilities or major in self.capabilities)
+            and self.head_dims[0] <= max(s.head_dim, s.value_dim) <= self.head_dims[1]
+            and self.queries[0] <= s.queries <= self.queries[1]
+            and self.keys[0] <= s.keys <= self.keys[1]
+            and s.dtype in self.dtypes
+        )
+
+
+_HALF = (torch.float16, torch.bfloat16)
+_ANY = (0, 1 << 62)
+
+#: unmasked attention on NVIDIA cards, first match wins
+_PREFERENCES: tuple[Preference, ...] = (
+    Preference(
+        "sdpa",
+        (9,),
+        (1, 512),
+        _ANY,
+        _ANY,
+        _HALF,
+        "torch's kernel (cuDNN) is the faster one here: H200, fp16, 0.189 against 0.199 ms at "
+        "2x10x4096^2 D 64, 0.154 against 0.338 ms at D 40, 0.417 against 0.496 ms at D 128",
+    ),
+    Preference(
+        "sdpa",
+        (),
+        (1, 1 << 62),
+        _ANY,
+        _ANY,
+        (*_HALF, torch.float32, torch.float64),
+        "not timed on this architecture yet, so torch's own kernel is kept",
+    ),
+)
+
+
+def preference(signature: Signature) -> tuple[tuple[str, ...], str]:
+    """Names to try first for unmasked attention, and why; ((), "") = by priority.
+
+    Masked attention goes by priority: torch has no kernel that reads a mask by strides and gives
+    0 for rows with nothing to attend on every backend.
+    """
+    s = signature
+    if s.target.kind != "cuda" or s.bias != "none" or s.structure:
+        return (), ""
+    for entry in _PREFERENCES:
+        if entry.holds(s):
+            return (entry.name,), entry.source
+    return (), ""

@@ -1,0 +1,236 @@
+"""Who patched which module, with what settings, and how each patch is undone.
+
+Knows torch modules and owners; must not know what any patch does or which host class it is for.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = [
+    "EVERYONE",
+    "Op",
+    "PatchSession",
+    "Settings",
+    "Site",
+    "components",
+    "record",
+    "release",
+    "settings_of",
+    "site_of",
+]
+
+#: The one attribute that a patched module carries; it is deleted by the last owner's `restore`.
+#: On the module, and not in a table of ours, because it must follow deepcopy and pickle.
+ATTRIBUTE = "_sdx"
+
+#: As an owner: whoever it was. A copy belongs to everyone, since the names of its owners are
+#: those of the original's.
+EVERYONE = "*"
+
+
+#: What the attention op takes as `op`.
+Op = str | type | tuple[type | None, type | None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What an owner asked for.
+
+    Args:
+        attention_op: what the attention op takes as `op`: None or "auto", "torch", the name of an
+            implementation, or an xFormers operator class or pair of them.
+        fused: whether fused kernels may replace more than attention (none exists yet).
+    """
+
+    attention_op: Op = None
+    fused: bool = True
+
+    @property
+    def requested(self) -> str:
+        """The op's name for people: "auto" unless one was asked for."""
+        op = self.attention_op[0] if isinstance(self.attention_op, tuple) else self.attention_op
+        return op if isinstance(op, str) else str(getattr(op, "NAME", op or "auto"))
+
+
+@dataclass
+class Site:
+    """Everything that we keep about one patched module.
+
+    Args:
+        owners: settings by owner, in the order of their last call; the last one holds.
+        undo: what `restore` calls, last entry first; entries are picklable.
+        stock: the host's object that ours stands in for, where there is one.
+        watched: on a model's entry module, the attention modules that its hook looks after.
+        running: implementation that served the last call, None before the first.
+        reasons: what the other candidates of that call were refused for, by name.
+        warned: whether the user was told that another option replaced ours.
+    """
+
+    owners: dict[str, Settings] = field(default_factory=dict)
+    undo: list[Callable[[], None]] = field(default_factory=list)
+    stock: Any = None
+    watched: list[nn.Module] = field(default_factory=list)
+    running: str | None = None
+    reasons: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    warned: bool = False
+
+    @property
+    def settings(self) -> Settings:
+        """The settings that hold: those of the last call."""
+        return next(reversed(self.owners.values()), Settings())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "owners": {EVERYONE: self.settings}}
+
+
+def site_of(module: nn.Module) -> Site | None:
+    """What we keep about `module`, or None where it is not patched."""
+    return vars(module).get(ATTRIBUTE)
+
+
+def settings_of(module: nn.Module) -> Settings:
+    """The settings that hold for `module`; automatic selection where it is not patched."""
+    # getattr, not vars(): this one is called in a forward, which may be traced
+    site: Site | None = getattr(module, ATTRIBUTE, None)
+    return Settings() if site is None else site.settings
+
+
+def record(module: nn.Module, choice: Any) -> None:
+    """Note which implementation has just served `module`.
+
+    Args:
+        module: the module whose forward is running.
+        choice: what the op returned beside its output: `.name` and `.reasons`.
+    """
+    # a traced graph would run this once, while tracing, and never again
+    if torch.compiler.is_compiling():
+        return
+    site = site_of(module)
+    if site is not None:
+        site.running, site.reasons = choice.name, choice.reasons
+
+
+def components(root: Any) -> dict[str, nn.Module]:
+    """The modules of a pipeline by component name, or `{"": root}` for a module.
+
+    Args:
+        root: a diffusers pipeline (anything with a `components` mapping) or an `nn.Module`.
+
+    Raises:
+        TypeError: `root` is neither.
+    """
+    if isinstance(root, nn.Module):
+        return {"": root}
+    found = getattr(root, "components", None)
+    if not isinstance(found, dict):
+        raise TypeError(
+            f"expected a diffusers pipeline or a torch.nn.Module, got {type(root).__name__}; "
+            "pass the pipeline itself or one of its models"
+        )
+    seen: dict[int, str] = {}
+    for name, component in found.items():
+        if isinstance(component, nn.Module):
+            seen.setdefault(id(component), name)  # one model under two names is one model
+    return {name: found[name] for name in seen.values()}
+
+
+def release(module: nn.Module, owner: str) -> None:
+    """Take `owner` off `module`; the last one undoes the patch, last change first."""
+    site = site_of(module)
+    if site is None:
+        return
+    before = site.settings
+    if owner == EVERYONE:
+        site.owners.clear()
+    site.owners.pop(owner, None)
+    site.owners.pop(EVERYONE, None)
+    if not site.owners:
+        _drop(module)
+    elif site.settings != before:
+        site.running, site.reasons = None, {}
+
+
+class PatchSession:
+    """One owner's patches on one root, applied whole or not at all.
+
+    Use it as a context manager to undo them at the end of a block, or call `restore()`.
+
+    Args:
+        root: the pipeline or module that was patched.
+        owner: who asked; a model stays patched until its last owner has restored it.
+        settings: what was asked for.
+    """
+
+    def __init__(self, root: Any, owner: str, settings: Settings) -> None:
+        if not owner or owner == EVERYONE:
+            raise ValueError(f"an owner needs a name of its own, got {owner!r}")
+        self.root = root
+        self.owner = owner
+        self.settings = settings
+        self._modules: list[nn.Module] = []
+        self._rollback: list[Callable[[], None]] = []
+
+    def claim(self, module: nn.Module) -> Site:
+        """Make this session's owner one of the owners of `module` and return its site."""
+        site = site_of(module)
+        if site is None:
+            site = Site()
+            setattr(module, ATTRIBUTE, site)
+            self._rollback.append(partial(_drop, module))
+        else:
+            self._rollback.append(partial(vars(site).update, vars(site).copy()))
+            site.owners = site.owners.copy()
+            site.undo = site.undo.copy()
+        if site.settings != self.settings:
+            site.running, site.reasons = None, {}
+        for name in (self.owner, EVERYONE):
+            site.owners.pop(name, None)
+        site.owners[self.owner] = self.settings
+        self._modules.append(module)
+        return site
+
+    def on_failure(self, undo: Callable[[], None]) -> None:
+        """Have `undo` called if a later step of this session fails."""
+        self._rollback.append(undo)
+
+    @contextmanager
+    def applying(self) -> Iterator[None]:
+        """A block in which everything claimed is put back, last first, if anything raises."""
+        try:
+            yield
+        except BaseException:
+            while self._rollback:
+                self._rollback.pop()()
+            self._modules.clear()
+            raise
+        self._rollback.clear()
+
+    def restore(self) -> None:
+        """Undo what this session did, on the very modules that it patched.
+
+        Unlike `restore(root, owner=…)` it also reaches models that the pipeline no longer has.
+        A second call does nothing.
+        """
+        while self._modules:
+            release(self._modules.pop(), self.owner)
+
+    def __enter__(self) -> "PatchSession":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.restore()
+
+
+def _drop(module: nn.Module) -> None:
+    site = site_of(module)
+    if site is None:
+        return
+    while site.undo:
+        site.undo.pop()()
+    delattr(module, ATTRIBUTE)

@@ -1,0 +1,165 @@
+"""CLIP encoders, through the two attention registries of transformers.
+
+It knows configurations and the attention call of transformers; it must not know pipelines. The
+registries stay filled once used: an entry has no effect on a model whose configuration does not
+name it.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from sdx_kernels.bias import LowerTriangularMask
+from sdx_kernels.ops import attend
+from sdx_patches import compat
+from sdx_patches.session import PatchSession, record, settings_of
+
+__all__ = [
+    "NAME",
+    "attention_function",
+    "available",
+    "implementation_of",
+    "register",
+    "switch",
+]
+
+#: Our name in both registries. It has no "flash" (transformers would look for that package) and
+#: no "/" (it would look for a kernel on the hub).
+NAME = "sdx_accel"
+
+
+def register() -> None:
+    """Make `NAME` known to transformers; doing it again changes nothing.
+
+    Both registries are needed: with the function alone, transformers builds no mask at all and
+    padded prompts come out wrong without any error.
+
+    Raises:
+        ImportError: this transformers has no such registries.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(NAME, attention_function)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def available() -> bool:
+    """Whether the installed transformers has the registries that a switch needs."""
+    try:
+        register()
+    except ImportError:
+        return False
+    return True
+
+
+def attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it.
+
+    Args:
+        module: the attention module.
+        query, key, value: (batch, heads, length, dim) views.
+        attention_mask: bool (True = attend) or additive, (batch, 1, queries, keys); it already
+            holds the causal part, so it wins over `is_causal`.
+        scaling: factor of the scores; None = 1/√dim.
+        dropout: probability, 0 outside training.
+        is_causal: query i attends keys 0…i; None = what the module says of itself.
+        **kwargs: whatever else a model passes; unused.
+
+    Returns:
+        (batch, length, heads, dim) and None, as no attention weights are kept.
+    """
+    bias: Tensor | LowerTriangularMask | None = attention_mask
+    if bias is None:
+        causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+        bias = LowerTriangularMask() if causal and query.shape[2] > 1 else None
+    out, choice = attend(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        bias,
+        dropout,
+        scaling,
+        op=settings_of(module).attention_op,
+    )
+    record(module, choice)
+    return out, None
+
+
+def implementation_of(attention: nn.Module) -> str | None:
+    """Name of the attention implementation that an encoder's attention module will look up."""
+    return getattr(attention.config, compat.IMPLEMENTATION, None)
+
+
+def switch(encoder: nn.Module, attentions: list[nn.Module], session: PatchSession) -> None:
+    """Route the `attentions` of one encoder through our op.
+
+    Their configuration object may belong to other encoders too, which must not be switched; so
+    every module of this encoder gets a shallow copy of it, and the same object back on undo.
+
+    Args:
+        encoder: the model that owns the modules.
+        attentions: its CLIP attention modules that use transformers' own implementation.
+        session: the running session; its failure puts the configurations back.
+    """
+    register()
+    site = session.claim(encoder)
+    for attention in attentions:
+        session.claim(attention)
+    configs = {id(attention.config): attention.config for attention in attentions}
+    for config in configs.values():
+        if getattr(config, compat.IMPLEMENTATION) == NAME:
+            continue
+        users = [m for m in encoder.modules() if vars(m).get("config") is config]
+        own = copy.copy(config)
+        setattr(own, compat.IMPLEMENTATION, NAME)
+        undo = RestoreConfig(users, config, own, dict(vars(config)))
+        site.undo.append(undo)
+        session.on_failure(undo)
+        for module in users:
+            module.config = own
+
+
+@dataclass
+class RestoreConfig:
+    """Undo entry of one configuration object; picklable.
+
+    Attributes:
+        users: the modules that held `original`.
+        original: the object that was there.
+        own: the copy that took its place.
+        before: the attributes of `original` when it was copied.
+    """
+
+    users: list[nn.Module]
+    original: Any
+    own: Any
+    before: dict[str, Any]
+
+    def __call__(self) -> None:
+        # what was written to the copy meanwhile (a resized vocabulary, say) was meant for the
+        # encoder, and would have gone to the original without us
+        for name, value in vars(self.own).items():
+            ours = name == compat.IMPLEMENTATION and value == NAME
+            if not ours and (name not in self.before or self.before[name] is not value):
+                vars(self.original)[name] = value
+        for module in self.users:
+            if vars(module).get("config") is self.own:
+                module.config = self.original
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # unpickled in a process that may never have patched anything
+        vars(self).update(state)
+        register()

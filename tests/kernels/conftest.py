@@ -1,0 +1,45 @@
+"""Fixtures of the kernel tests: the interpreter is on, and a call proves what ran."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from sdx_kernels import attend, count
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> None:
+    """Fails, rather than skips, where Triton was loaded too early to be interpreted."""
+    language = sys.modules.get("triton.language.standard")
+    if language is not None and type(language.sum).__name__ != "InterpretedFunction":
+        pytest.fail("Triton was imported before TRITON_INTERPRET=1 was set: set it for the run")
+
+
+@pytest.fixture
+def triton_attend(interpreter: None) -> Callable[..., torch.Tensor]:
+    """`attend(op="triton")` that fails unless our kernel really was launched, exactly once."""
+
+    def triton_call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        before = count("triton")
+        out, choice = attend(*args, op="triton", **kwargs)
+        assert choice.name == "triton"
+        assert count("triton") == before + 1
+        return out
+
+    return triton_call
+
+
+@pytest.fixture(params=["triton", "automatic"])
+def run(request: pytest.FixtureRequest) -> Callable[..., torch.Tensor]:
+    """Each test runs through our kernel (interpreted) and through the automatic choice."""
+    if request.param == "triton":
+        triton: Callable[..., torch.Tensor] = request.getfixturevalue("triton_attend")
+        return triton
+
+    def automatic(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return attend(*args, **kwargs)[0]
+
+    return automatic

@@ -1,0 +1,91 @@
+"""`layers()` before, during and after; and the host names that the patches rely on."""
+
+import subprocess
+import sys
+from typing import Any
+
+import sdx_patches
+from sdx_patches import compat
+from sdx_patches.families.tables import LEFT_MODULES, LEFT_PROCESSORS, REPLACED
+from sdx_patches.report import Layer
+
+
+def test_nothing_is_patched_before_and_after(tiny_sdxl: Any) -> None:
+    pipe = tiny_sdxl()
+    before = sdx_patches.layers(pipe)
+    assert {layer.reason for layer in before} == {"not enabled"}
+    assert {layer.running for layer in before} == {"AttnProcessor2_0", "sdpa"}
+    assert not any(layer.patched for layer in before)
+    with sdx_patches.patch(pipe, owner="test"):
+        assert [layer.path for layer in sdx_patches.layers(pipe)] == [
+            layer.path for layer in before
+        ]
+        assert all(layer.patched for layer in sdx_patches.layers(pipe))
+    assert sdx_patches.layers(pipe) == before
+
+
+def test_paths_lead_to_the_modules(tiny_sd: Any) -> None:
+    pipe = tiny_sd()
+    for layer in sdx_patches.layers(pipe):
+        component, _, path = layer.path.partition(".")
+        assert getattr(pipe, component).get_submodule(path)
+
+
+def test_a_new_request_starts_a_new_record(tiny_unet: Any, unet_out: Any) -> None:
+    unet = tiny_unet()
+    sdx_patches.patch(unet, owner="a")
+    unet_out(unet)
+    ran = sdx_patches.layers(unet)
+    assert "not run yet" not in {layer.running for layer in ran}
+    sdx_patches.patch(unet, owner="a")
+    assert sdx_patches.layers(unet) == ran, "an equal request changes nothing"
+    sdx_patches.patch(unet, owner="a", attention_op="torch")
+    assert {layer.running for layer in sdx_patches.layers(unet)} == {"not run yet"}
+
+
+def test_reasons_say_why_the_others_did_not_run(tiny_unet: Any, unet_out: Any) -> None:
+    unet = tiny_unet()
+    sdx_patches.patch(unet, owner="a")
+    unet_out(unet)
+    assert all(": " in layer.reason for layer in sdx_patches.layers(unet))
+
+
+def test_a_layer_is_a_plain_frozen_record() -> None:
+    layer = Layer("unet.a", "auto", "torch", "")
+    assert layer == Layer("unet.a", "auto", "torch", "")
+    assert layer.patched
+    assert not Layer("unet.a", "unchanged", "X", "").patched
+
+
+def test_the_installed_hosts_have_every_name() -> None:
+    assert compat.missing() == []
+
+
+def test_a_lost_name_is_found_out(monkeypatch: Any) -> None:
+    lost = ("diffusers.models.attention_processor:Gone", "no_such_host:x")
+    monkeypatch.setattr(compat, "_HOST_NAMES", (*compat._HOST_NAMES, *lost))
+    assert compat.missing() == list(lost)
+
+
+def test_the_tables_name_classes_that_exist_and_never_twice() -> None:
+    assert not REPLACED.keys() & LEFT_PROCESSORS.keys()
+    for name in (*REPLACED, *LEFT_PROCESSORS, *LEFT_MODULES):
+        module, _, cls = name.rpartition(".")
+        assert compat._exists(f"{module}:{cls}"), name
+
+
+def test_importing_the_patches_loads_no_host_library() -> None:
+    code = (
+        "import sys, sdx_patches\n"
+        "print([m for m in ('diffusers', 'transformers', 'triton') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_an_xformers_operator_class_is_reported_by_its_name(tiny_unet: Any) -> None:
+    unet = tiny_unet()
+    sdx_patches.patch(unet, owner="a", attention_op=(type("FwOp", (), {"NAME": "fa2F"}), None))
+    assert {layer.requested for layer in sdx_patches.layers(unet)} == {"fa2F"}
+    sdx_patches.patch(unet, owner="a", attention_op=(None, None))
+    assert {layer.requested for layer in sdx_patches.layers(unet)} == {"auto"}

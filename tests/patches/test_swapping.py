@@ -1,0 +1,113 @@
+"""Options and loaders of the host that replace processors after ours were put in."""
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models import attention_processor as host
+from diffusers.models.attention_processor import Attention
+from torch import nn
+
+import sdx_patches
+from sdx_patches.attention import SdxAttnProcessor, SdxFusedAttnProcessor
+
+
+def patched(root: Any, **settings: Any) -> Any:
+    sdx_patches.patch(root, owner="test", **settings)
+    return root
+
+
+def classes(root: nn.Module) -> set[type]:
+    return {type(m.processor) for m in root.modules() if isinstance(m, Attention)}
+
+
+@pytest.mark.parametrize("order", ["fuse first", "enable first"])
+def test_case_086_fused_projections_are_used_while_active(
+    tiny_unet: Any, unet_out: Any, order: str
+) -> None:
+    expected = unet_out(tiny_unet())
+    unet = tiny_unet()
+    if order == "fuse first":
+        unet.fuse_qkv_projections()
+    patched(unet)
+    if order == "enable first":
+        unet.fuse_qkv_projections()
+    assert torch.allclose(unet_out(unet), expected, atol=1e-4)
+    assert classes(unet) == {SdxFusedAttnProcessor}
+    changed = next(m for m in unet.modules() if isinstance(m, Attention))
+    with torch.no_grad():
+        changed.to_qkv.weight *= 1.5
+    assert not torch.allclose(unet_out(unet), expected, atol=1e-4)
+    unet.unfuse_qkv_projections()
+    assert torch.allclose(unet_out(unet), expected, atol=1e-4)
+    assert classes(unet) == {SdxAttnProcessor}
+    with torch.no_grad():
+        changed.to_q.weight *= 1.5
+    assert not torch.allclose(unet_out(unet), expected, atol=1e-4)
+
+
+def test_case_087_slicing_after_enabling_warns_once(tiny_sd: Any, latents: Any) -> None:
+    expected = latents(tiny_sd())
+    pipe = patched(tiny_sd())
+    pipe.enable_attention_slicing(1)
+    with pytest.warns(UserWarning, match="enable_attention_slicing") as warned:
+        assert torch.allclose(latents(pipe), expected, atol=1e-4)
+    assert len(warned) == 1
+    sliced = [layer for layer in sdx_patches.layers(pipe) if layer.path.startswith("unet.")]
+    assert {layer.running for layer in sliced} == {"SlicedAttnProcessor"}
+    assert all("disable_attention_slicing()" in layer.reason for layer in sliced)
+    pipe.disable_attention_slicing()
+    assert torch.allclose(latents(pipe), expected, atol=1e-4)
+    assert all(layer.patched for layer in sdx_patches.layers(pipe))
+    assert classes(pipe.unet) == {SdxAttnProcessor}
+
+
+def test_case_087_enabling_after_slicing_takes_over(tiny_sd: Any, latents: Any) -> None:
+    pipe = tiny_sd()
+    expected = latents(pipe)
+    pipe.enable_attention_slicing(1)
+    sliced = [m.processor for m in pipe.unet.modules() if isinstance(m, Attention)]
+    patched(pipe)
+    assert classes(pipe.unet) == {SdxAttnProcessor}
+    assert torch.allclose(latents(pipe), expected, atol=1e-4)
+    sdx_patches.restore(pipe, owner="test")
+    assert [m.processor for m in pipe.unet.modules() if isinstance(m, Attention)] == sliced
+
+
+def test_processors_made_anew_from_their_class_are_undone(tiny_unet: Any, unet_out: Any) -> None:
+    unet = tiny_unet()
+    stock = {m: m.processor for m in unet.modules() if isinstance(m, Attention)}
+    expected = unet_out(unet)
+    patched(unet, attention_op="torch")
+    unet.set_attn_processor({name: type(p)() for name, p in unet.attn_processors.items()})
+    assert torch.allclose(unet_out(unet), expected, atol=1e-4)
+    assert {layer.requested for layer in sdx_patches.layers(unet)} == {"torch"}
+    sdx_patches.restore(unet, owner="test")
+    assert all(attn.processor is processor for attn, processor in stock.items())
+
+
+def test_processors_are_put_back_after_the_host_replaced_them(tiny_sd: Any, latents: Any) -> None:
+    pipe = patched(tiny_sd())
+    replaced = host.AttnProcessor2_0()
+    pipe.unet.set_attn_processor(replaced)
+    pipe.vae.set_attn_processor(replaced)
+    waiting = [layer for layer in sdx_patches.layers(pipe) if "since" in layer.reason]
+    assert len(waiting) == 10
+    latents(pipe, output_type="pt")
+    assert classes(pipe.unet) == {SdxAttnProcessor}
+    assert classes(pipe.vae.decoder) == {SdxAttnProcessor}
+    sdx_patches.restore(pipe, owner="test")
+    assert all(m.processor is replaced for m in pipe.unet.modules() if isinstance(m, Attention))
+
+
+def test_fusing_after_processors_were_made_anew_is_undone(tiny_unet: Any, unet_out: Any) -> None:
+    unet = tiny_unet()
+    stock = {m: m.processor for m in unet.modules() if isinstance(m, Attention)}
+    patched(unet)
+    unet.set_attn_processor({name: type(p)() for name, p in unet.attn_processors.items()})
+    unet_out(unet)
+    unet.fuse_qkv_projections()
+    unet_out(unet)
+    unet.unfuse_qkv_projections()
+    sdx_patches.restore(unet, owner="test")
+    assert all(attn.processor is processor for attn, processor in stock.items())
