@@ -146,6 +146,7 @@ def main() -> None:
             print(_row(records[-1]), flush=True)
     target = Path(os.environ.get("OUT", ".")) / "picture.json"
     document = {
+        "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(["python -m sdx_accel.bench.gpu", *sys.argv[1:]]),
         "versions": _versions(),
         "records": records,

@@ -1,0 +1,119 @@
+"""Turns picture.json into the Markdown table of docs/benchmarks and rows of its CSV.
+
+python -m sdx_accel.bench.table picture.json [--csv docs/benchmarks/nvidia-h200.csv]
+"""
+
+import argparse
+import csv
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+__all__ = ["markdown", "rows"]
+
+COLUMNS = (
+    "date",
+    "commit",
+    "gpu",
+    "torch",
+    "diffusers",
+    "model",
+    "mode",
+    "budget_gib",
+    "predicted_gib",
+    "driver_peak_gib",
+    "s_per_step",
+    "s_per_picture",
+    "pixels",
+)
+
+
+def rows(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """One flat record a cell, in the order they ran."""
+    found = []
+    for record in document["records"]:
+        if "error" in record:
+            continue
+        cell = record["cell"]
+        found.append(
+            {
+                "gpu": record.get("card", "CPU"),
+                "torch": document["versions"]["torch"],
+                "diffusers": document["versions"]["diffusers"],
+                "model": cell["source"],
+                "mode": cell["mode"],
+                "budget_gib": cell.get("vram", ""),
+                "predicted_gib": record.get("predicted_peak_gib", ""),
+                "driver_peak_gib": record.get("driver_peak_gib", ""),
+                "s_per_step": round(record["s_per_step"], 4),
+                "s_per_picture": round(record["s_per_picture"], 3),
+                # equal digests are equal pixels; one a picture, the first two shown
+                "pixels": "/".join(p["sha256"][:6] for p in record["pictures"][:2]),
+            }
+        )
+    return found
+
+
+def _names(row: dict[str, Any]) -> str:
+    names = {
+        "stock": "stock diffusers, all resident",
+        "ours": "`enable_xattn()`, all resident",
+        "offload": "stock, `enable_model_cpu_offload()`",
+    }
+    return names.get(row["mode"], f"`enable_xattn(vram={row['budget_gib']:g})`")
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """A table a model: steps and pictures relative to the faster of the two resident runs."""
+    lines: list[str] = []
+    cells = rows(document)
+    for model in dict.fromkeys(row["model"] for row in cells):
+        mine = [row for row in cells if row["model"] == model]
+        best = min(r["s_per_step"] for r in mine if r["mode"] in ("stock", "ours"))
+        lines += [
+            f"### `{model}`",
+            "",
+            "| run | predicted peak, GiB | driver's peak, GiB | ms/step | ÷ best resident "
+            "| s/picture | pixels |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for row in mine:
+            predicted = f"{row['predicted_gib']:.2f}" if row["predicted_gib"] else "–"
+            seen = f"{row['driver_peak_gib']:.2f}" if row["driver_peak_gib"] else "–"
+            lines.append(
+                f"| {_names(row)} | {predicted} | {seen} | {row['s_per_step'] * 1e3:.1f} "
+                f"| {row['s_per_step'] / best:.2f} | {row['s_per_picture']:.2f} "
+                f"| {row['pixels']} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _append(target: Path, document: dict[str, Any], date: str) -> None:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    is_new = not target.exists()
+    with target.open("a", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if is_new:
+            writer.writeheader()
+        for row in rows(document):
+            writer.writerow({"date": date, "commit": commit, **row})
+
+
+def main() -> None:
+    """Print the tables; append to the CSV if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--csv", type=Path)
+    options = parser.parse_args()
+    document = json.loads(options.file.read_text(encoding="utf-8"))
+    print(markdown(document))
+    if options.csv:
+        _append(options.csv, document, document.get("date", ""))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The whole-picture benchmark: a dry run of one cell, and the tables made from a document."""
+
+import json
+
+from sdx_accel.bench import cell, gpu, table
+
+
+def test_a_cell_records_what_it_ran():
+    record = cell.run(
+        {
+            "device": "cpu",
+            "dtype": "fp32",
+            "size": 64,
+            "steps": 3,
+            "pictures": 2,
+            "model": "random:sdxl-tiny",
+            "source": "random:sdxl-tiny",
+            "mode": "budget",
+            "vram": 8.0,
+        }
+    )
+    json.dumps(record)
+    assert [len(p["sha256"]) for p in record["pictures"]] == [16, 16]
+    # two prompts, two pictures
+    assert len({p["sha256"] for p in record["pictures"]}) == 2
+    assert record["plan"]["feasible"]
+    assert len(record["plan_sha256"]) == 64
+    assert record["running"]
+
+
+def test_short_and_full_cells():
+    short = gpu._cells(False, False, 20, 3, "")
+    full = gpu._cells(False, True, 20, 3, "")
+    assert [c.get("vram") for c in short] == [None, None, 8.0, 6.8]
+    assert len(full) == 12
+    assert {c["model"] for c in full} == {"random:sdxl", "random:sdxl-fp16vae"}
+    assert {c["device"] for c in gpu._cells(True, False, 1, 1, "")} == {"cpu"}
+
+
+def _record(mode, step, **extra):
+    return {
+        "cell": {"mode": mode, "source": "random:sdxl", **extra.pop("cell", {})},
+        "s_per_step": step,
+        "s_per_picture": step * 20,
+        "pictures": [{"sha256": "0123456789abcdef"}],
+        **extra,
+    }
+
+
+DOCUMENT = {
+    "versions": {"torch": "2.13.0", "diffusers": "0.42.1"},
+    "records": [
+        _record("stock", 0.06),
+        _record("ours", 0.05),
+        _record("budget", 0.055, cell={"vram": 8.0}, predicted_peak_gib=7.9, driver_peak_gib=7.7),
+        {"cell": {"mode": "offload"}, "error": "out of memory"},
+    ],
+}
+
+
+def test_the_table_compares_with_the_faster_resident_run():
+    text = table.markdown(DOCUMENT)
+    assert "| `enable_xattn(vram=8)` | 7.90 | 7.70 | 55.0 | 1.10 |" in text
+    assert "| stock diffusers, all resident | – | – | 60.0 | 1.20 |" in text
+
+
+def test_rows_are_appended_with_one_header(tmp_path):
+    target = tmp_path / "card.csv"
+    for _ in range(2):
+        table._append(target, DOCUMENT, "2026-01-01")
+    lines = target.read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 1 + 2 * 3
+    assert lines[0].startswith("date,commit,gpu")
