@@ -41,12 +41,15 @@ _log = logging.getLogger("sdx_accel")
 
 def _speak() -> None:
     """Let plans and notes reach stderr unless the application has set up logging itself."""
-    if not _log.handlers and not logging.getLogger().handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        _log.addHandler(handler)
-        _log.setLevel(logging.INFO)
-        _log.propagate = False
+    if logging.getLogger().handlers:
+        return
+    for log in (_log, logging.getLogger("sdx_kernels")):
+        if not log.handlers:
+            handler = logging.StreamHandler(sys.stderr)
+            handler.setFormatter(logging.Formatter("%(message)s"))
+            log.addHandler(handler)
+            log.setLevel(logging.INFO)
+            log.propagate = False
 
 
 def _owner(root: Any) -> str:
@@ -131,7 +134,8 @@ def pipeline_enable_xattn(
     if _disabled():
         return
     check_quality(quality)
-    ensure_kernel_cache()
+    if torch.cuda.is_available():
+        ensure_kernel_cache()
     request = None if vram is None else parse_vram(vram)
     if request is not None:
         # before anything starts CUDA: the idle card is what the budget is counted from
@@ -197,7 +201,8 @@ def model_enable_xattn(
     if _disabled():
         return
     check_quality(quality)
-    ensure_kernel_cache()
+    if torch.cuda.is_available():
+        ensure_kernel_cache()
     sdx_patches.patch(model, owner=_owner(model), attention_op=attention_op, fused=fused)
 
 

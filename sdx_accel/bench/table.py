@@ -56,12 +56,14 @@ def rows(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _names(row: dict[str, Any]) -> str:
+    if row["mode"] == "budget":
+        return f"`enable_xattn(vram={row['budget_gib']:g})`"
     names = {
         "stock": "stock diffusers, all resident",
         "ours": "`enable_xattn()`, all resident",
         "offload": "stock, `enable_model_cpu_offload()`",
     }
-    return names.get(row["mode"], f"`enable_xattn(vram={row['budget_gib']:g})`")
+    return names[row["mode"]]
 
 
 def markdown(document: dict[str, Any]) -> str:

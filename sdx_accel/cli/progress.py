@@ -4,7 +4,6 @@ Knows steps and time; knows nothing of pipelines but the signature of their step
 """
 
 import sys
-import threading
 import time
 from types import TracebackType
 from typing import Any
@@ -14,8 +13,6 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 __all__ = ["StepProgress"]
 
-# a first step that takes longer than this is compiling kernels, not computing
-COMPILING_AFTER_S = 3.0
 # without a terminal, a line every tenth of the way is enough for a log
 LOG_LINES = 10
 
@@ -26,10 +23,9 @@ class StepProgress:
     Args:
         steps: expected number of steps; corrected when the pipeline knows better.
         title: what is being made, for instance "picture 2 of 4".
-        may_compile: whether kernels may be compiled on the first step (a GPU).
     """
 
-    def __init__(self, steps: int, title: str, may_compile: bool = False) -> None:
+    def __init__(self, steps: int, title: str) -> None:
         self.steps = steps
         self.done = 0
         self._title = title
@@ -46,18 +42,12 @@ class StepProgress:
             console=self._console,
             transient=True,
         )
-        self._timer = (
-            threading.Timer(COMPILING_AFTER_S, self._say_compiling) if may_compile else None
-        )
 
     def __enter__(self) -> "StepProgress":
         self._marks = [time.perf_counter()]
         if self._console.is_terminal:
             self._bar.start()
             self._task = self._bar.add_task(self._title, total=self.steps, pace="")
-        if self._timer is not None:
-            self._timer.daemon = True
-            self._timer.start()
         return self
 
     def __exit__(
@@ -66,8 +56,6 @@ class StepProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
         if self._task is not None:
             self._bar.stop()
 
@@ -82,8 +70,6 @@ class StepProgress:
         self, pipe: Any, step: int, timestep: Any, values: dict[str, Any]
     ) -> dict[str, Any]:
         """diffusers' `callback_on_step_end`."""
-        if self._timer is not None:
-            self._timer.cancel()
         self.steps = int(getattr(pipe, "num_timesteps", None) or self.steps)
         self.done = step + 1
         self._marks.append(time.perf_counter())
@@ -101,10 +87,3 @@ class StepProgress:
     def _is_logged(self) -> bool:
         stride = max(self.steps // LOG_LINES, 1)
         return self.done in (1, self.steps) or self.done % stride == 0
-
-    def _say_compiling(self) -> None:
-        self._console.print(
-            "compiling kernels (first use; `sdx-accel doctor --warm` does it ahead) …",
-            markup=False,
-            highlight=False,
-        )

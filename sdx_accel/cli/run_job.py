@@ -149,7 +149,7 @@ def _make(pipe: Any, prepared: Prepared, index: int, device: str, talk: Talk) ->
 
     job = prepared.job
     title = "picture" if job.num == 1 else f"picture {index + 1} of {job.num}"
-    progress = StepProgress(_steps(job), title, may_compile=device != "cpu" and index == 0)
+    progress = StepProgress(_steps(job), title)
     arguments = {
         "prompt": job.prompt,
         # None and "" differ: SDXL zeroes the embeddings of None

@@ -47,10 +47,10 @@ class Talk:
 
 
 class _Notes(logging.Handler):
-    """Turns the plug-in's own warnings into notes."""
+    """Turns what the plug-in logs into notes."""
 
     def __init__(self, talk: Talk) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
         self._talk = talk
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -64,16 +64,20 @@ def one_voice(talk: Talk) -> Iterator[None]:
     Args:
         talk: receives the notes.
     """
-    log = logging.getLogger("sdx_accel")
-    before = (log.handlers, log.level, log.propagate)
-    log.handlers, log.propagate = [_Notes(talk)], False
-    log.setLevel(logging.WARNING)
+    # the kernels speak once, when they are first compiled; the plug-in's INFO is its plans
+    levels = {"sdx_accel": logging.WARNING, "sdx_kernels": logging.INFO}
+    logs = [logging.getLogger(name) for name in levels]
+    before = [(log.handlers, log.level, log.propagate) for log in logs]
+    for log in logs:
+        log.handlers, log.propagate = [_Notes(talk)], False
+        log.setLevel(levels[log.name])
     try:
         with _quiet_hosts():
             yield
     finally:
-        log.handlers, level, log.propagate = before
-        log.setLevel(level)
+        for log, (handlers, level, propagate) in zip(logs, before, strict=True):
+            log.handlers, log.propagate = handlers, propagate
+            log.setLevel(level)
 
 
 @contextmanager

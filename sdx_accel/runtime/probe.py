@@ -1,6 +1,6 @@
 """Readings of the real card: driver-visible use, free memory, link bandwidth.
 
-The only module that asks NVML. Unknown is None, never a sentinel number.
+Unknown is None, never a sentinel number. Reading NVML starts no CUDA context.
 """
 
 import os

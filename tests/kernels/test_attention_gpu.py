@@ -233,3 +233,14 @@ def test_torchs_kernels_as_candidates(op: str) -> None:
     out, choice = attend(*inputs, op=op)
     assert choice.name == op
     assert_close(out, reference64(*inputs))
+
+
+def test_the_first_compilation_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    from sdx_kernels._triton import attention_fwd
+
+    attention_fwd._say_first_use.cache_clear()
+    attention_fwd._steps.clear()
+    with caplog.at_level("INFO", logger="sdx_kernels"):
+        for head_dim in (24, 56):
+            ours(*random_inputs(1, 16, 16, 1, head_dim, dtype=torch.float16, device=GPU))
+    assert [record.message.startswith("compiling") for record in caplog.records] == [True]

@@ -5,6 +5,8 @@ hostile: int64 before any stride is multiplied, a mask on every edge.
 """
 
 import contextlib
+import functools
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +20,8 @@ from sdx_kernels.errors import LaunchRefused
 from sdx_kernels.tuning.attention import MAX_AUTOMATIC_FP32_DIM, AttentionConfig, padded
 
 __all__ = ["attention_fwd_kernel", "constants_for", "grid_for", "launch_attention_fwd"]
+
+_log = logging.getLogger("sdx_kernels")
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
@@ -226,12 +230,23 @@ def _reach(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
     return tensor.contiguous() if far else tensor
 
 
+@functools.lru_cache(maxsize=1)
+def _say_first_use() -> None:
+    """Once a process: the seconds that follow are the compiler's, not the picture's."""
+    _log.info(
+        "compiling attention kernels (first use on this card; `sdx-accel doctor --warm` does it "
+        "ahead) …"
+    )
+
+
 def _run_ladder(
     key: tuple[object, ...],
     ladder: tuple[AttentionConfig, ...],
     launch: Callable[[AttentionConfig], None],
 ) -> None:
     """Launches the first step that the driver accepts and remembers it."""
+    if key not in _steps and not target.interpreting():
+        _say_first_use()
     refusal: Exception | None = None
     for step in range(_steps.get(key, 0), len(ladder)):
         try:
