@@ -125,7 +125,9 @@ def run(cell: dict[str, Any]) -> dict[str, Any]:
             counts[layer.running] = counts.get(layer.running, 0) + 1
         record["running"] = counts
     if mode == "budget":
-        record["moved_bytes"] = pipe.__dict__["_sdx_budget"].executor.moved_bytes
+        session = pipe.__dict__["_sdx_budget"]
+        record["moved_bytes"] = session.executor.moved_bytes
+        record["readings"] = session.readings
     if device == "cuda":
         card = open_card(torch.device("cuda"))
         record["torch_peak_allocated"] = torch.cuda.max_memory_allocated()

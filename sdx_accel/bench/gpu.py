@@ -59,12 +59,16 @@ def _cells(tiny: bool, full: bool, steps: int, pictures: int, only: str) -> list
     if full and not tiny:
         modes.append({"mode": "offload"})
     cells = [{**common, "model": model, **mode} for model in models for mode in modes]
+    if full and not tiny:
+        # a hundred new prompts in a row: what a single picture does not show
+        many = {"pictures": 100, "steps": 4, "mode": "budget", "vram": 8.0}
+        cells.append({**common, "model": models[0], **many})
     return [cell for cell in cells if only in _name(cell)]
 
 
 def _name(cell: dict[str, Any]) -> str:
     return f"{cell['model'].split(':')[-1]} {cell['mode']}" + (
-        f" {cell['vram']:g} GiB" if "vram" in cell else ""
+        f" {cell['vram']:g} GiB, {cell['pictures']} pictures" if "vram" in cell else ""
     )
 
 
@@ -114,10 +118,10 @@ def _run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _row(record: dict[str, Any]) -> str:
     name = _name({**record["cell"], "model": record["cell"].get("source", "")})
     if "error" in record:
-        return f"{name:34} FAILED: {record['error'].strip().splitlines()[-1][:120]}"
+        return f"{name:42} FAILED: {record['error'].strip().splitlines()[-1][:120]}"
     predicted = record.get("predicted_peak_gib")
     return (
-        f"{name:34} {record['s_per_step'] * 1e3:8.1f} ms/step "
+        f"{name:42} {record['s_per_step'] * 1e3:8.1f} ms/step "
         f"{record['s_per_picture']:7.2f} s/picture "
         f"peak {record.get('driver_peak_gib', float('nan')):6.2f} GiB"
         + (f" (predicted {predicted:.2f})" if predicted else "")

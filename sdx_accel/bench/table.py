@@ -21,6 +21,8 @@ COLUMNS = (
     "model",
     "mode",
     "budget_gib",
+    "pictures",
+    "steps",
     "predicted_gib",
     "driver_peak_gib",
     "s_per_step",
@@ -48,6 +50,9 @@ def rows(document: dict[str, Any]) -> list[dict[str, Any]]:
                 "driver_peak_gib": record.get("driver_peak_gib", ""),
                 "s_per_step": round(record["s_per_step"], 4),
                 "s_per_picture": round(record["s_per_picture"], 3),
+                "pictures": cell["pictures"],
+                "steps": cell["steps"],
+                "many": cell["pictures"] >= 100,
                 # equal digests are equal pixels; one a picture, the first two shown
                 "pixels": "/".join(p["sha256"][:6] for p in record["pictures"][:2]),
             }
@@ -57,7 +62,8 @@ def rows(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _names(row: dict[str, Any]) -> str:
     if row["mode"] == "budget":
-        return f"`enable_xattn(vram={row['budget_gib']:g})`"
+        count = f", {row['pictures']} pictures of {row['steps']} steps" if row["many"] else ""
+        return f"`enable_xattn(vram={row['budget_gib']:g})`{count}"
     names = {
         "stock": "stock diffusers, all resident",
         "ours": "`enable_xattn()`, all resident",
@@ -98,7 +104,7 @@ def _append(target: Path, document: dict[str, Any], date: str) -> None:
     ).stdout.strip()
     is_new = not target.exists()
     with target.open("a", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
         if is_new:
             writer.writeheader()
         for row in rows(document):

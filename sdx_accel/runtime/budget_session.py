@@ -2,13 +2,15 @@
 
 import logging
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from sdx_accel.budget.machine import Machine
 from sdx_accel.budget.plan import Plan
-from sdx_accel.budget.units import VramRequest
+from sdx_accel.budget.search import SLACK_BYTES
+from sdx_accel.budget.units import GIB, VramRequest
 from sdx_accel.errors import BudgetError, PlacementError
 from sdx_accel.runtime import held
 from sdx_accel.runtime.descriptions import ModelDescription
@@ -83,6 +85,11 @@ class BudgetSession:
             if isinstance(pipe.components.get(name), torch.nn.Module)
         }
         self._tiling = _tiling_of(modules.get("vae"))
+        self._tiled_by_us = False
+        self._audited: Plan | None = None
+        #: driver-visible bytes of this process: "idle", "context", "libraries"
+        self.readings: dict[str, int | None] = {}
+        self._notes: tuple[str, ...] = ()
         enforcer = NoEnforcer()
         self.machine = Machine.generic()
         if device.type == "cuda":
@@ -94,7 +101,9 @@ class BudgetSession:
         # a pipeline that is dropped while held must not leave its cap to the process
         weakref.finalize(pipe, enforcer.release)
         self._undo = held.hold_models(self.executor)
-        self._undo_pipe = held.hold_pipeline(pipe, self.executor, self._before_call)
+        self._undo_pipe = held.hold_pipeline(
+            pipe, self.executor, self._before_call, self._after_call
+        )
         self._announce(self._default)
         if self._default.feasible:
             self._hold(self._default)
@@ -104,15 +113,22 @@ class BudgetSession:
     def _start_card(self, modules: dict[str, torch.nn.Module]) -> tuple[Machine, Enforcer]:
         read_idle_cards()
         card = open_card(self.device)
+        self.readings = {"idle": card.idle_bytes, "context": card.process_bytes()}
         warm_up(card.device, [next(m.parameters()).dtype for m in modules.values()])
+        self.readings["libraries"] = card.process_bytes()
         resident = sum(
             p.numel() * p.element_size()
             for module in modules.values()
             for p in module.parameters()
             if p.device.type == "cuda"
         )
+        others = torch.cuda.memory_allocated(card.device) - resident
         machine = card.machine()
-        _log.debug("%s, %d bytes of the pipeline already there", machine, resident)
+        if others > SLACK_BYTES:
+            self._notes = (
+                f"already in use by other tensors of this process: {others / GIB:.2f} GiB",
+            )
+            machine = replace(machine, non_torch_bytes=machine.non_torch_bytes + others)
         return machine, Enforcer(card)
 
     @property
@@ -140,11 +156,12 @@ class BudgetSession:
         }
 
     def _plan(self, job: Job) -> Plan:
-        tile = self._tiling[1] if self._tiling and self._tiling[0] else None
-        if tile and tile < max(job.height, job.width):
-            job = Job(job.height, job.width, job.batch, job.guided, job.encode, tile)
+        # tiling that the user switched on stays, and is planned as it is
+        tiling = None if self._tiled_by_us else _tiling_of(self.executor.modules.get("vae"))
+        if tiling and tiling[0] and tiling[1] < max(job.height, job.width):
+            job = replace(job, tile=tiling[1])
         if job not in self._plans:
-            notes = ("not enforced on CPU",) if self.device.type == "cpu" else ()
+            notes = ("not enforced on CPU",) if self.device.type == "cpu" else self._notes
             self._plans[job] = plan_job(
                 self._description,
                 job,
@@ -163,11 +180,13 @@ class BudgetSession:
     def _hold(self, plan: Plan) -> None:
         vae = self.executor.modules.get("vae")
         tile = plan.job.get("tile")
-        if vae is not None and self._tiling is not None:
-            if tile:
-                set_tiling(vae, tile)
-            else:
-                _restore_tiling(vae, self._tiling)
+        users = _tiling_of(vae)
+        if self._tiled_by_us and not tile and self._tiling is not None:
+            _restore_tiling(vae, self._tiling)
+            self._tiled_by_us = False
+        elif tile and users is not None and not (users[0] and users[1] == tile):
+            set_tiling(vae, tile)
+            self._tiled_by_us = True
         self.executor.hold(plan)
 
     def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -180,6 +199,17 @@ class BudgetSession:
         if plan not in (self.executor.plan, self._default):
             self._announce(plan)
         self._hold(plan)
+
+    def _after_call(self) -> None:
+        """Say what each phase took: once a plan, and again whenever a prediction was too low."""
+        records = self.executor.audit.records.values()
+        low = [
+            r for r in records if r.measured_peak_gib and r.measured_peak_gib > r.predicted_peak_gib
+        ]
+        if self.executor.plan != self._audited or low:
+            for record in records:
+                _log.info("%s", record)
+        self._audited = self.executor.plan
 
     def _alternatives(self, job: Job) -> str:
         """The nearest changes that fit, in words."""
@@ -196,12 +226,10 @@ class BudgetSession:
         if near.feasible and self.quality == "exact":
             found.append("or quality='near' (VAE in tiles)")
         for share in (0.75, 0.5):
-            smaller = Job(
-                int(job.height * share) // 64 * 64 or 64,
-                int(job.width * share) // 64 * 64 or 64,
-                job.batch,
-                job.guided,
-                job.encode,
+            smaller = replace(
+                job,
+                height=int(job.height * share) // 64 * 64 or 64,
+                width=int(job.width * share) // 64 * 64 or 64,
             )
             if self._plan(smaller).feasible:
                 found.append(f"or {smaller.width} × {smaller.height} pixels")
@@ -217,9 +245,8 @@ class BudgetSession:
         self._undo_pipe()
         self._undo()
         self.executor.release()
-        vae = self.executor.modules.get("vae")
-        if vae is not None and self._tiling is not None:
-            _restore_tiling(vae, self._tiling)
+        if self._tiled_by_us and self._tiling is not None:
+            _restore_tiling(self.executor.modules["vae"], self._tiling)
 
 
 _TILING = ("use_tiling", "tile_sample_min_size", "tile_latent_min_size")

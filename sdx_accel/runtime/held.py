@@ -172,7 +172,10 @@ def _make_coder(phase: str, base: type) -> Callable[..., Any]:
 
 
 def hold_pipeline(
-    pipe: Any, executor: Executor, before_call: Callable[[tuple[Any, ...], dict[str, Any]], None]
+    pipe: Any,
+    executor: Executor,
+    before_call: Callable[[tuple[Any, ...], dict[str, Any]], None],
+    after_call: Callable[[], None],
 ) -> Callable[[], None]:
     """Plan before each call, refuse moves, and follow adapters; returns the undo.
 
@@ -180,15 +183,18 @@ def hold_pipeline(
         pipe: a diffusers pipeline.
         executor: holds its models.
         before_call: gets the call's arguments before anything runs; it may refuse by raising.
+        after_call: runs when a call has ended well and the last phase's books are closed.
     """
     base = type(pipe)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         before_call(args, kwargs)
         try:
-            return base.__call__(self, *args, **kwargs)
+            result = base.__call__(self, *args, **kwargs)
         finally:
             executor.finish()
+        after_call()
+        return result
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse_moves("this pipeline", args, kwargs)

@@ -32,14 +32,21 @@ def test_short_and_full_cells():
     short = gpu._cells(False, False, 20, 3, "")
     full = gpu._cells(False, True, 20, 3, "")
     assert [c.get("vram") for c in short] == [None, None, 8.0, 6.8]
-    assert len(full) == 12
+    assert len(full) == 13
+    assert max(c["pictures"] for c in full) == 100
     assert {c["model"] for c in full} == {"random:sdxl", "random:sdxl-fp16vae"}
     assert {c["device"] for c in gpu._cells(True, False, 1, 1, "")} == {"cpu"}
 
 
 def _record(mode, step, **extra):
     return {
-        "cell": {"mode": mode, "source": "random:sdxl", **extra.pop("cell", {})},
+        "cell": {
+            "mode": mode,
+            "source": "random:sdxl",
+            "pictures": 3,
+            "steps": 20,
+            **extra.pop("cell", {}),
+        },
         "s_per_step": step,
         "s_per_picture": step * 20,
         "pictures": [{"sha256": "0123456789abcdef"}],

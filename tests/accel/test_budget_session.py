@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 
+import sdx_accel
 from sdx_accel.errors import BudgetError, PlacementError, RefusedError
 from sdx_accel.runtime import budget_session
 from sdx_accel.runtime.checkpoints import load
@@ -281,3 +282,39 @@ def test_the_off_switch(pipe, monkeypatch):
     monkeypatch.setenv("SDX_DISABLE", "1")
     pipe.enable_xattn(vram=8)
     assert not any(layer.patched for layer in pipe.xattn_report().layers)
+
+
+def test_tiling_that_the_user_switched_on_is_planned_and_kept(pipe):
+    pipe.enable_xattn(vram=8, device="cpu")
+    _run(pipe, height=256, width=256)
+    assert pipe.xattn_report().plan.job["tile"] is None
+    pipe.vae.enable_tiling()
+    pipe.vae.tile_sample_min_size, pipe.vae.tile_latent_min_size = 128, 16
+    _run(pipe, height=256, width=256)
+    assert pipe.vae.use_tiling
+    assert pipe.xattn_report().plan.job["tile"] == 128
+    assert "tiles of 128" in pipe.xattn_report().plan.numerics["vae_mode"]
+    pipe.disable_xattn()
+    assert pipe.vae.use_tiling
+
+
+def test_tiling_of_ours_ends_with_the_plan(pipe):
+    before = (pipe.vae.use_tiling, pipe.vae.tile_sample_min_size, pipe.vae.tile_latent_min_size)
+    whole = sdx_accel.plan(pipe, vram=8, height=640, width=640, dtype="fp32", device="cpu")
+    pipe.enable_xattn(vram=whole.smallest_budget_gib - 0.05, device="cpu", quality="near")
+    _run(pipe, height=640, width=640, num_inference_steps=1)
+    assert pipe.vae.use_tiling
+    assert pipe.vae.tile_sample_min_size < 640
+    _run(pipe, height=64, width=64)
+    after = (pipe.vae.use_tiling, pipe.vae.tile_sample_min_size, pipe.vae.tile_latent_min_size)
+    assert after == before
+
+
+def test_each_plan_is_audited_aloud_once(pipe, caplog):
+    with caplog.at_level(logging.INFO, logger="sdx_accel"):
+        pipe.enable_xattn(vram=8, device="cpu")
+        for _ in range(3):
+            _run(pipe)
+    lines = [r.message for r in caplog.records if r.message.startswith(("text:", "decode:"))]
+    assert len(lines) == 2
+    assert all("predicted" in line and "measured" in line for line in lines)
