@@ -140,7 +140,14 @@ def main() -> None:
     options = parser.parse_args()
     started = time.time()
     cells = _cells(options.tiny, options.full, options.steps, options.pictures, options.only)
-    records = []
+    target = Path(os.environ.get("OUT", ".")) / "picture.json"
+    document: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join(["python -m sdx_accel.bench.gpu", *sys.argv[1:]]),
+        "versions": _versions(),
+        "records": [],
+    }
+    records = document["records"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _save_models(cells, folder)
@@ -148,14 +155,8 @@ def main() -> None:
         for cell in cells:
             records.append(_run(cell, folder))
             print(_row(records[-1]), flush=True)
-    target = Path(os.environ.get("OUT", ".")) / "picture.json"
-    document = {
-        "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["python -m sdx_accel.bench.gpu", *sys.argv[1:]]),
-        "versions": _versions(),
-        "records": records,
-    }
-    target.write_text(json.dumps(document, indent=1), encoding="utf-8")
+            # after every cell: a run that is cut short keeps what it has measured
+            target.write_text(json.dumps(document, indent=1), encoding="utf-8")
     print(f"{len(records)} cells in {time.time() - started:.0f} s, written to {target.name}")
     sys.exit(any("error" in record for record in records))
 
