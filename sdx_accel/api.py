@@ -18,6 +18,7 @@ from sdx_accel.runtime.budget_session import BudgetSession
 from sdx_accel.runtime.checkpoints import describe
 from sdx_accel.runtime.descriptions import ModelDescription
 from sdx_accel.runtime.enforce import PhaseRecord
+from sdx_accel.runtime.held import SESSION as _SESSION
 from sdx_accel.runtime.kernel_cache import ensure_kernel_cache
 from sdx_accel.runtime.meta_models import describe_pipeline
 from sdx_accel.runtime.planning import check_quality, plan_job
@@ -35,7 +36,6 @@ __all__ = [
     "plan",
 ]
 
-_SESSION = "_sdx_budget"
 _log = logging.getLogger("sdx_accel")
 
 
@@ -98,7 +98,10 @@ class Report:
 
 def _device(device: Any) -> torch.device:
     if device is not None:
-        chosen = torch.device(device)
+        try:
+            chosen = torch.device(device)
+        except (RuntimeError, TypeError):
+            raise RefusedError(f"device {device!r} is none that torch knows") from None
         if chosen.type == "cuda" and not torch.cuda.is_available():
             raise RefusedError(
                 f"device {chosen} asked, but torch {torch.__version__} sees no CUDA device; "
@@ -137,15 +140,15 @@ def pipeline_enable_xattn(
     if torch.cuda.is_available():
         ensure_kernel_cache()
     request = None if vram is None else parse_vram(vram)
+    chosen = None if request is None else _device(device)
     if request is not None:
         # before anything starts CUDA: the idle card is what the budget is counted from
         read_idle_cards()
     fresh = not any(layer.patched for layer in sdx_patches.layers(pipe))
     sdx_patches.patch(pipe, owner=_owner(pipe), attention_op=attention_op, fused=fused)
-    if request is None:
+    if request is None or chosen is None:
         return
     session: BudgetSession | None = pipe.__dict__.get(_SESSION)
-    chosen = _device(device)
     try:
         if session is not None and session.device == chosen:
             session.change(request, quality)

@@ -36,15 +36,22 @@ def finite_decode(pipe: Any, tell: Callable[[str], None]) -> Iterator[None]:
             return result
         dtype = str(vae.dtype).removeprefix("torch.")
         if not bool(torch.isfinite(latents).all()):
-            raise WorkError(
-                f"the denoised latents are not finite (overflow in {dtype}); nothing was saved. "
+            what = "overflow" if dtype == "float16" else "computed"
+            cause = (
                 "Use --dtype bf16 or --dtype fp32"
+                if dtype == "float16"
+                else "The weights of the model or of a LoRA are probably damaged, or --guidance or "
+                "a LoRA's scale is far too large"
+            )
+            raise WorkError(
+                f"the denoised latents are not finite ({what} in {dtype}); nothing was saved. "
+                f"{cause}"
             )
         result = _decode_in_fp32(vae, original, latents, args, kwargs)
         if not bool(torch.isfinite(result[0]).all()):
             raise WorkError(
-                "the decoded picture is not finite even in float32; nothing was saved. The VAE's "
-                "weights are probably damaged: download the model again"
+                "the decoded picture is not finite even in float32; nothing was saved. The "
+                "weights of the VAE or a LoRA are probably damaged, or --guidance is far too large"
             )
         tell(f"the decode overflowed in {dtype} and was done again in float32")
         return result

@@ -153,7 +153,7 @@ def read_record(path: str) -> Recorded:
         )
     except PictureError:
         raise
-    except (RefusedError, ValueError, KeyError, TypeError) as error:
+    except (RefusedError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise PictureError(f"--from {path}: its settings are damaged: {error}") from error
 
 
@@ -177,7 +177,7 @@ def _stored_text(path: str) -> tuple[str | None, bool, str]:
         raise PictureError(f"--from {path}: no such file") from error
     except UnidentifiedImageError as error:
         raise PictureError(f"--from {path} is not a picture") from error
-    except (OSError, ValueError, SyntaxError) as error:
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise PictureError(f"--from {path} cannot be read: {error}") from error
 
 

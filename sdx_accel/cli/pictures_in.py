@@ -63,17 +63,19 @@ def read_mask(path: str, image: InputPicture) -> InputPicture:
         PictureError: the file cannot be read, or its size differs from the picture's.
     """
     opened, digest = _open(path, "--mask")
-    mask = _to_rgb(_upright(opened), path, []).convert("L")
+    notes: list[str] = []
+    if getattr(opened, "n_frames", 1) > 1:
+        notes.append(f"{path} has several frames: the first one is used")
+    mask = _to_rgb(_upright(opened), path, notes).convert("L")
     if mask.size != image.picture.size:
         (width, height), (wanted_width, wanted_height) = mask.size, image.picture.size
         raise PictureError(
             f"--mask {path} is {width} × {height} pixels and --image {image.path} is "
             f"{wanted_width} × {wanted_height}: they have to be the same size"
         )
-    notes: tuple[str, ...] = ()
     if mask.getbbox() is None:
-        notes = (f"{path} is black all over: nothing is repainted",)
-    return InputPicture(path, mask, digest, notes)
+        notes.append(f"{path} is black all over: nothing is repainted")
+    return InputPicture(path, mask, digest, tuple(notes))
 
 
 def _open(path: str, flag: str) -> "tuple[Image, str]":

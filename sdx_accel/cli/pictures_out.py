@@ -62,15 +62,19 @@ def open_destination(
     """
     path = Path(output or DEFAULT_FOLDER)
     suffix = path.suffix.lower()
-    is_folder = path.is_dir() or (output or "").endswith(("/", os.sep))
+    # os.path answers False where pathlib raises: names too long, folders that may not be entered
+    is_folder = os.path.isdir(path) or (output or "").endswith(("/", os.sep))
     if suffix in _FOREIGN and not is_folder:
         raise PictureError(f"--output {output}: pictures are saved as .png, .jpg or .webp")
     if suffix in FORMATS and not is_folder:
         if format is not None and format != FORMATS[suffix]:
             raise RefusedError(f"--output {output} and --format {format} differ; leave one out")
         folder, stem, chosen, ending = path.parent, path.stem, FORMATS[suffix], path.suffix
-        if not folder.is_dir():
-            raise PictureError(f"--output {output}: the folder {folder} does not exist; create it")
+        if not os.path.isdir(folder):
+            raise PictureError(
+                f"--output {output}: the folder {folder} does not exist or may not be entered; "
+                "create it or choose another"
+            )
         if len(os.fsencode(path.name)) > LONGEST_NAME:
             raise PictureError(f"--output: the file name is longer than {LONGEST_NAME} bytes")
     else:

@@ -64,7 +64,9 @@ def prepare(flags: dict[str, Any], note: Callable[[str], None]) -> Prepared:
     job = Job.from_dict(settings)
     if recorded is not None:
         _compare(recorded, given, job, (image, mask), note)
+    _check_text(job)
     _check_names(job)
+    _check_kind(job, description)
     return Prepared(job, description, image, mask, recorded.format if recorded else None)
 
 
@@ -118,13 +120,33 @@ def _describe(settings: dict[str, Any], note: Callable[[str], None]) -> Any:
 
 
 def _check_names(job: Job) -> None:
+    from sdx_accel.runtime.loras import check_lora_file
     from sdx_accel.runtime.schedulers import SCHEDULERS, make_scheduler
 
     for lora in job.loras:
         if not os.path.exists(lora.path):
             raise CheckpointError(f"--lora {lora.path}: no such file; check the path")
+        check_lora_file(lora.path)
     if job.scheduler is not None and job.scheduler.strip().lower() not in SCHEDULERS:
         make_scheduler(job.scheduler, {})
+
+
+def _check_text(job: Job) -> None:
+    for flag, text in (("the prompt", job.prompt), ("--negative", job.negative)):
+        if any("\ud800" <= char <= "\udfff" for char in text):
+            raise RefusedError(
+                f"{flag} has bytes that are not UTF-8; set the terminal to UTF-8 (for instance "
+                "LC_ALL=C.UTF-8) or write it again"
+            )
+
+
+def _check_kind(job: Job, description: Any) -> None:
+    """Refuse a job without the pictures that the model was made to start from."""
+    name = description.pipeline_class
+    if "Inpaint" in name and job.kind != "inpaint":
+        raise RefusedError(f"{job.model} repaints pictures ({name}): give --image and --mask")
+    if "Img2Img" in name and job.image is None:
+        raise RefusedError(f"{job.model} starts from a picture ({name}): give --image")
 
 
 def _settings(given: dict[str, Any], recorded: Recorded | None) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def run_job(prepared: Prepared, destination: Destination, talk: Talk) -> Outcome
         talk.say(plan.explain())
         refuse_infeasible(plan, prepared, device)
         outcome.plan = plan.to_dict()
-        pipe = _load(job, device)
+        pipe = _load(job, device, talk)
         for sentence in prompt_notes(pipe, job.prompt, job.negative if job.guided else ""):
             talk.note(sentence)
         held = _place(pipe, job, device, plan.feasible, talk)
@@ -106,7 +106,7 @@ def _headline(prepared: Prepared, device: str, dtype: Any) -> str:
     )
 
 
-def _load(job: Job, device: str) -> Any:
+def _load(job: Job, device: str, talk: Talk) -> Any:
     from sdx_accel.runtime.checkpoints import load
 
     pipe = load(
@@ -115,7 +115,9 @@ def _load(job: Job, device: str) -> Any:
     if job.loras:
         from sdx_accel.runtime.loras import load_loras
 
-        load_loras(pipe, [(lora.path, lora.scale) for lora in job.loras])
+        for report in load_loras(pipe, [(lora.path, lora.scale) for lora in job.loras]):
+            if report.matched < report.total:
+                talk.note(str(report))
     pipe.set_progress_bar_config(disable=True)
     if job.kind == "text":
         return pipe

@@ -116,6 +116,11 @@ def read_json(path: Path, purpose: str) -> dict[str, Any]:
         raise CheckpointError(f"{path} ({purpose}) cannot be read: {error}") from None
     try:
         value = json.loads(text)
+    except RecursionError:
+        raise CheckpointError(
+            f"{path} ({purpose}, {size_text(len(text.encode()))}): invalid JSON, nested too "
+            "deeply; fetch the file again"
+        ) from None
     except json.JSONDecodeError as error:
         foreign = None if text.lstrip()[:1] in ("{", "[") else _foreign_content(text[:512].encode())
         cause = foreign or (

@@ -19,7 +19,14 @@ from sdx_accel.runtime.checkpoint_files import (
 from sdx_accel.runtime.descriptions import ComponentDescription, ModelDescription
 from sdx_accel.runtime.meta_models import LIBRARIES, default_size
 
-__all__ = ["Weights", "check_folder", "describe_folder", "find_weights", "read_index"]
+__all__ = [
+    "Weights",
+    "check_folder",
+    "check_tokenizers",
+    "describe_folder",
+    "find_weights",
+    "read_index",
+]
 
 INDEX = "model_index.json"
 # components that hold no weights, by the end of their class name, and the file each needs
@@ -74,8 +81,7 @@ def find_weights(
             return Weights(variant, [(single, single.stat().st_size)])
         index = folder / f"{stem}.safetensors.index{f'.{variant}' if variant else ''}.json"
         if index.is_file():
-            weight_map = read_json(index, "the list of weight shards").get("weight_map", {})
-            shards = [folder / shard for shard in sorted(set(weight_map.values()))]
+            shards = _shards(index)
             lost = [shard.name for shard in shards if not shard.is_file()]
             if lost:
                 raise CheckpointError(
@@ -95,6 +101,14 @@ def find_weights(
         f"the component {folder.name!r} has no weights: {folder / stem}.safetensors is missing; "
         f"{folder.name}/ holds: {neighbours(folder)}; {hint}"
     )
+
+
+def _shards(index: Path) -> list[Path]:
+    weight_map = read_json(index, "the list of weight shards").get("weight_map")
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not names or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"{index} lists no weight shards (weight_map); fetch the file again")
+    return [index.parent / name for name in sorted(set(names))]
 
 
 def read_index(folder: Path) -> tuple[str, dict[str, tuple[str, str]]]:
@@ -198,6 +212,17 @@ def check_folder(
                 if class_name.endswith(ending):
                     read_json(place / needed, f"the configuration of {name}")
     return found
+
+
+def check_tokenizers(folder: Path, parts: dict[str, tuple[str, str]]) -> None:
+    """Every tokenizer of an index is there and whole.
+
+    Raises:
+        CheckpointError: the first one that is not.
+    """
+    for name, (_, class_name) in parts.items():
+        if "Tokenizer" in class_name:
+            _check_tokenizer(folder / name, name)
 
 
 def _check_tokenizer(place: Path, name: str) -> None:

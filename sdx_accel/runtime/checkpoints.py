@@ -46,14 +46,24 @@ def describe(
     Raises:
         CheckpointError: unknown, missing or broken; the message says what to do.
     """
+    path = None if is_random_spec(source) else local_path(source)
+    if config is not None and (path is None or path.is_dir()):
+        raise CheckpointError(
+            f"--config {os.fspath(config)!r} belongs to a single-file model, and {source} is none; "
+            "leave it out"
+        )
     if is_random_spec(source):
         return architecture(str(source))
-    path = local_path(source)
     if path is None:
         return describe_folder(hub.configurations(str(source)), str(source))
-    if path.is_dir():
-        return describe_folder(path, str(source))
-    return single_files.describe_file(path, config)
+    try:
+        if path.is_dir():
+            return describe_folder(path, str(source))
+        return single_files.describe_file(path, config)
+    except PermissionError as error:
+        raise CheckpointError(
+            f"{error.filename or path} may not be read ({error.strerror}); check its permissions"
+        ) from error
 
 
 def load(
@@ -114,7 +124,7 @@ def local_path(source: str | os.PathLike[str]) -> Path | None:
     if not text.strip():
         raise CheckpointError("the model's name is empty; name a folder, a file or a hub id")
     path = Path(text).expanduser()
-    if path.exists():
+    if os.path.exists(path):
         return path
     if isinstance(source, os.PathLike) or _looks_like_path(text):
         raise CheckpointError(hub.missing_path_message(path))

@@ -16,6 +16,8 @@ from sdx_accel.runtime.executor import Executor
 __all__ = ["hold_models", "hold_pipeline", "let_go"]
 
 _STATE = "_sdx_held"
+# where a pipeline keeps its budget session; a copy must not share it: its undo is the original's
+SESSION = "_sdx_budget"
 # each changes or adds weights: they run with everything on the host, then the plan is made anew
 _ADAPTER_METHODS = (
     "fuse_lora",
@@ -61,7 +63,7 @@ def _new(cls: type) -> Any:
 def _stock_state(state: Any) -> Any:
     if not isinstance(state, dict):
         return state
-    state = {key: value for key, value in state.items() if key != _STATE}
+    state = {key: value for key, value in state.items() if key not in (_STATE, SESSION)}
     hooks = state.get("_forward_pre_hooks", {})
     ours = [key for key, hook in hooks.items() if isinstance(hook, _BeginPhase)]
     for table in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):

@@ -6,6 +6,7 @@ Knows huggingface_hub; never asks it for anything when HF_HUB_OFFLINE is set.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,10 @@ def snapshot(name: str, dtype: Any) -> Path:
 def missing_path_message(path: Path) -> str:
     """One line for a path that is not there, with the closest names beside it."""
     parent = path.parent
-    if not parent.is_dir():
+    if not os.path.isdir(parent):
         return f"no such model: {path}; the folder {parent} does not exist"
+    if not os.access(parent, os.R_OK | os.X_OK):
+        return f"no such model: {path}; the folder {parent} may not be read, check its permissions"
     try:
         names = [entry.name for entry in parent.iterdir()]
     except OSError:

@@ -97,7 +97,7 @@ def find_pairs(pipe: Any, header: Header) -> tuple[list[Pair], int]:
                 roles["down"],
                 roles["up"],
                 roles.get("alpha"),
-                down[0],
+                down[0] if down else 0,
                 mismatch,
             )
         )
@@ -205,6 +205,12 @@ def _flat(path: str) -> str:
 
 def _mismatch(module: Any, down: tuple[int, ...], up: tuple[int, ...]) -> str | None:
     """How a low-rank pair's sizes differ from the layer's, or None."""
+    if module.weight.ndim < 2:
+        return "is no linear or convolution layer, which is all that a LoRA can change"
+    if len(down) < 2 or len(up) < 2:
+        return (
+            f"has weights of shapes {list(down)} and {list(up)} in the file, which are no matrices"
+        )
     outputs, inputs = module.weight.shape[0], module.weight.shape[1]
     if down[1] != inputs or up[0] != outputs:
         return f"is {inputs} → {outputs} here and {down[1]} → {up[0]} in the file"

@@ -16,7 +16,7 @@ from sdx_accel.runtime.checkpoint_files import PICKLE_SUFFIXES, Header, neighbou
 from sdx_accel.runtime.folder_loading import first_line, quiet_libraries
 from sdx_accel.runtime.lora_keys import Pair, find_pairs
 
-__all__ = ["LoraReport", "load_loras"]
+__all__ = ["LoraReport", "check_lora_file", "load_loras"]
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,15 @@ def _check_match(header: Header, pairs: list[Pair], total: int) -> None:
             f"{sum(pair.tensors for pair in fitting)} of {total} keys; {bad.component}."
             f"{bad.module} {bad.mismatch}"
         )
+
+
+def check_lora_file(source: str | os.PathLike[str]) -> None:
+    """What can be said of a LoRA file before its model is loaded: it is there and whole.
+
+    Raises:
+        CheckpointError: missing, broken, a pickle, or a folder without exactly one file.
+    """
+    read_header(_file(source))
 
 
 def _file(source: str | os.PathLike[str]) -> Path:

@@ -68,9 +68,11 @@ def meta_component(component: ComponentDescription, dtype: str = "float32") -> A
                 module = cls(cls.config_class(**component.config))
             else:
                 module = cls.from_config(component.config)
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+    except Exception as error:
+        # any value of a file may be wrong, and the hosts divide by, index with and allocate them
+        text = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(
-            f"the configuration of {component.name} does not fit {component.class_name}: {error}"
+            f"the configuration of {component.name} does not fit {component.class_name}: {text}"
         ) from error
     # diffusers' own .to() prints a warning about mixed dtypes that does not apply without weights
     return torch.nn.Module.to(module, getattr(torch, dtype)).eval()
@@ -98,8 +100,14 @@ def default_size(components: Mapping[str, ComponentDescription]) -> tuple[int, i
     factor = 8
     if "vae" in components and "block_out_channels" in components["vae"].config:
         factor = 2 ** (len(components["vae"].config["block_out_channels"]) - 1)
-    height, width = sample if isinstance(sample, (list, tuple)) else (sample, sample)
-    return int(height) * factor, int(width) * factor
+    sides = sample if isinstance(sample, (list, tuple)) else (sample, sample)
+    if len(sides) != 2 or not all(type(side) is int and side > 0 for side in sides):
+        raise CheckpointError(
+            f"the configuration of {denoiser.name if denoiser else 'unet'} has sample_size "
+            f"{sample!r}; it has to be a whole number above 0"
+        )
+    height, width = sides
+    return height * factor, width * factor
 
 
 def describe_pipeline(pipe: Any) -> ModelDescription:

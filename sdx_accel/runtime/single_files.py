@@ -13,7 +13,12 @@ from typing import Any
 from sdx_accel.errors import CheckpointError
 from sdx_accel.runtime.architectures import architecture
 from sdx_accel.runtime.checkpoint_files import PICKLE_SUFFIXES, Header, read_header
-from sdx_accel.runtime.checkpoint_folders import INDEX, describe_folder, read_index
+from sdx_accel.runtime.checkpoint_folders import (
+    INDEX,
+    check_tokenizers,
+    describe_folder,
+    read_index,
+)
 from sdx_accel.runtime.descriptions import ModelDescription
 from sdx_accel.runtime.folder_loading import dtype_argument, first_line, quiet_libraries
 from sdx_accel.runtime.hub import cached_folder
@@ -83,7 +88,12 @@ def describe_file(path: Path, config: str | os.PathLike[str] | None = None) -> M
     base = describe_folder(config_folder(config), str(path)) if config else architecture(spec)
     channels = header.tensors.get(f"{_UNET}input_blocks.0.0.weight")
     expected = base.components["unet"].config.get("in_channels", 4)
-    if channels is not None and channels.shape[1:2] != (expected,):
+    if channels is not None and len(channels.shape) != 4:
+        raise CheckpointError(
+            f"{path} is damaged: its first convolution has shape "
+            f"{list(channels.shape)}; fetch it again"
+        )
+    if channels is not None and channels.shape[1] != expected:
         raise CheckpointError(
             f"{path} is a {family} model with {channels.shape[1]} input channels (inpainting or "
             f"editing), but the configuration has {expected}; give its own with --config FOLDER"
@@ -111,9 +121,13 @@ def load_file(path: Path, dtype: Any, config: str | os.PathLike[str] | None = No
     import diffusers
 
     description = describe_file(path, config)
+    if path.suffix != ".safetensors":
+        # diffusers tells the format by the name
+        raise CheckpointError(f"{path}: rename the file so that it ends in .safetensors")
     family = recognise(_header(path))
     folder = config_folder(config) if config else _cached_config(path, family)
-    class_name, _ = read_index(folder)
+    class_name, parts = read_index(folder)
+    check_tokenizers(folder, parts)
     pipeline_class: Any = getattr(diffusers, class_name, None)
     if class_name != description.pipeline_class or not hasattr(pipeline_class, "from_single_file"):
         raise CheckpointError(f"{folder / INDEX} names {class_name}, which cannot load {path}")
