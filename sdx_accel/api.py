@@ -263,6 +263,7 @@ def plan(
 
     Raises:
         RefusedError: an argument that makes no sense, or a model that cannot be planned.
+        SizeError: height or width is one that the model cannot do.
     """
     if isinstance(model, ModelDescription):
         description = model
@@ -274,8 +275,8 @@ def plan(
     if dtype not in names:
         raise RefusedError(f"dtype {dtype!r} is not one of {', '.join(names)}")
     job = Job(
-        height=height or description.default_height,
-        width=width or description.default_width,
+        height=description.default_height if height is None else height,
+        width=description.default_width if width is None else width,
         batch=batch,
         guided=guidance > 1,
         encode=image,

@@ -5,7 +5,7 @@ It knows the host libraries' classes; it plans nothing, prints nothing and moves
 
 from typing import Any
 
-from sdx_kernels.ops.attention_impls import OPERATOR
+from sdx_kernels.ops.attention import allowed_by
 from sdx_patches import families
 from sdx_patches.report import Layer
 from sdx_patches.session import EVERYONE, Op, PatchSession, Settings, components, release
@@ -35,8 +35,7 @@ def patch(root: Any, *, owner: str, attention_op: Op = None, fused: bool = True)
         InvalidInputs: (a ValueError) no implementation is called `attention_op`.
         ValueError: `owner` is empty.
     """
-    if isinstance(attention_op, str) and attention_op not in ("auto", "torch"):
-        OPERATOR.get(attention_op)  # raises here, not in the middle of a picture
+    allowed_by(attention_op)  # raises here, not in the middle of a picture
     session = PatchSession(root, owner, Settings(attention_op, fused))
     with session.applying():
         families.apply(root, session)

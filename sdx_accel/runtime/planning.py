@@ -11,7 +11,7 @@ from sdx_accel.budget.machine import Machine
 from sdx_accel.budget.plan import Plan
 from sdx_accel.budget.search import make_plan
 from sdx_accel.budget.units import VramRequest
-from sdx_accel.errors import RefusedError
+from sdx_accel.errors import RefusedError, SizeError
 from sdx_accel.runtime.descriptions import ModelDescription
 from sdx_accel.runtime.profiler import TILES, Job, profile_job
 
@@ -57,8 +57,10 @@ def plan_job(
 
     Raises:
         RefusedError: unknown quality, a relative budget without a card, an untraceable model.
+        SizeError: a size that the VAE does not divide.
     """
     check_quality(quality)
+    _check_job(description, job)
     budget, note = request.resolve(machine.total_bytes, machine.free_bytes)
     notes = (*notes, note) if note else notes
 
@@ -78,6 +80,21 @@ def plan_job(
         if _rank(candidate) < _rank(best):
             best = candidate
     return best
+
+
+def _check_job(description: ModelDescription, job: Job) -> None:
+    levels = description.components["vae"].config.get("block_out_channels") or [0] * 4
+    multiple = 2 ** (len(levels) - 1)
+    for name, pixels in (("height", job.height), ("width", job.width)):
+        if pixels < multiple or pixels % multiple:
+            below = max(pixels // multiple, 1) * multiple
+            nearest = f"{below}" if below > pixels else f"{below} or {below + multiple}"
+            raise SizeError(
+                f"{name} {pixels} is none that this model can do: it has to be a multiple of "
+                f"{multiple}; the nearest: {nearest}"
+            )
+    if job.batch < 1:
+        raise RefusedError(f"a batch of {job.batch} pictures: at least 1 is needed")
 
 
 def _rank(plan: Plan) -> tuple[bool, float]:
@@ -129,8 +146,8 @@ def job_of_call(
     if getattr(unet_config, "time_cond_proj_dim", None) is not None:
         guided = False
     return Job(
-        height=height or rows * scale,
-        width=width or columns * scale,
+        height=rows * scale if height is None else height,
+        width=columns * scale if width is None else width,
         batch=batch * (values.get("num_images_per_prompt") or 1),
         guided=guided,
         encode=picture is not None,

@@ -133,6 +133,10 @@ def test_near_leaves_the_picture_whole_where_it_fits():
         ({"dtype": "fp8"}, "fp16"),
         ({"vram": "much"}, "budget"),
         ({"vram": "auto"}, "GPU"),
+        ({"height": 65}, "64 or 72"),
+        ({"height": 0}, "nearest: 8"),
+        ({"width": -8}, "nearest: 8"),
+        ({"batch": 0}, "at least 1"),
     ],
 )
 def test_nonsense_is_refused(arguments, message):

@@ -186,8 +186,15 @@ def test_foreign_placement_is_named(pipe):
 
 
 def test_refused_arguments_change_nothing(pipe):
-    for arguments in ({"vram": "much"}, {"quality": "fast"}, {"vram": "auto", "device": "cpu"}):
-        with pytest.raises(RefusedError):
+    wrong = (
+        {"vram": "much"},
+        {"quality": "fast"},
+        {"vram": "auto", "device": "cpu"},
+        {"attention_op": 5},
+        {"attention_op": "fastest", "vram": 8},
+    )
+    for arguments in wrong:
+        with pytest.raises(ValueError):
             pipe.enable_xattn(**arguments)
         assert not any(layer.patched for layer in pipe.xattn_report().layers)
         assert "_sdx_budget" not in pipe.__dict__

@@ -19,6 +19,7 @@ from sdx_kernels.reference.attention_chunks import attention_backward
 from sdx_kernels.registry import Choice, Impl, launches
 
 __all__ = [
+    "allowed_by",
     "attend",
     "choose",
     "explain",
@@ -45,8 +46,12 @@ def _switched_off() -> bool:
     return os.environ.get("SDX_DISABLE", "") not in ("", "0")
 
 
-def _names(op: Op) -> tuple[str, ...] | None:
-    """The implementations that `op` allows; None = all automatic ones."""
+def allowed_by(op: Op) -> tuple[str, ...] | None:
+    """The implementations that `op` allows; None = all automatic ones.
+
+    Raises:
+        InvalidInputs: `op` is nothing that names an implementation.
+    """
     if isinstance(op, tuple):
         op = op[0]
     if op is None or op == "auto":
@@ -54,6 +59,10 @@ def _names(op: Op) -> tuple[str, ...] | None:
         return TORCH_NAMES if _switched_off() else None
     if op == "torch":
         return TORCH_NAMES
+    if not isinstance(op, (str, type)):
+        raise InvalidInputs(
+            f"op={op!r}: pass None, the name of an implementation or an operator class"
+        )
     name = op if isinstance(op, str) else str(getattr(op, "NAME", op.__name__))
     name = _XFORMERS_NAMES.get(name, name)
     OPERATOR.get(name)
@@ -165,7 +174,7 @@ def attend(
             return hit(query, key, value, scale), hit.choice
         except LaunchRefused:
             forget(known)
-    only = _names(op)
+    only = allowed_by(op)
     inputs = attention_inputs(
         query, key, value, attn_bias, p, scale, output_dtype, explicit=only is not None
     )
@@ -251,7 +260,7 @@ def memory_efficient_attention_forward_requires_grad(
     """
     if p != 0.0:
         raise NotImplementedError("the forms without autograd take no dropout: pass p=0.0")
-    only = _names(op)
+    only = allowed_by(op)
     with torch.no_grad():
         inputs = attention_inputs(
             query,
@@ -305,7 +314,7 @@ def choose(
     op: Op = None,
 ) -> Choice:
     """Which implementation `attend` would run, without running it; tensors may be on `meta`."""
-    only = _names(op)
+    only = allowed_by(op)
     inputs = attention_inputs(query, key, value, attn_bias, p, scale, explicit=only is not None)
     return OPERATOR.require(inputs, only)
 
