@@ -154,6 +154,7 @@ def pipeline_enable_xattn(
             session.change(request, quality)
             return
         if session is not None:
+            del pipe.__dict__[_SESSION]
             session.release()
         pipe.__dict__[_SESSION] = BudgetSession(pipe, request, chosen, quality)
     except BaseException:

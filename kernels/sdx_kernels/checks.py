@@ -236,6 +236,11 @@ def attention_inputs(
         )
     if not 0.0 <= p <= 1.0:
         raise InvalidInputs(f"the dropout probability p must be between 0 and 1, got {p}")
+    if output_dtype is not None and not output_dtype.is_floating_point:
+        raise InvalidInputs(f"output_dtype={output_dtype}: a weighted mean needs a floating dtype")
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidInputs(f"{name} is a {type(tensor).__name__}, not a torch.Tensor")
     _same_device({"query": query, "key": key, "value": value, "attn_bias": dense})
     groups = tuple(query.shape[2:4])
     rank = query.dim()

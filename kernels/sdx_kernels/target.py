@@ -61,13 +61,22 @@ def of(device: torch.device) -> Target:
     return _facts(device.type, index)
 
 
-@functools.lru_cache(maxsize=1)
+#: the answer, once asked: torch.compile sees through `lru_cache` and cannot trace an import
+_status: list[tuple[bool, str | None]] = []
+
+
 def triton_status() -> tuple[bool, str | None]:
     """Whether Triton imports here, and if not, why; says so once a process, at INFO.
 
     A broken installation raises OSError (a missing library) or RuntimeError (a version check) as
     readily as ImportError, and none of them may stop a program that torch's kernels can serve.
     """
+    if not _status:
+        _status.append(_import_triton())
+    return _status[0]
+
+
+def _import_triton() -> tuple[bool, str | None]:
     try:
         importlib.import_module("triton")
     except (ImportError, OSError, RuntimeError, AttributeError) as error:

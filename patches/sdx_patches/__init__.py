@@ -6,6 +6,7 @@ It knows the host libraries' classes; it plans nothing, prints nothing and moves
 from typing import Any
 
 from sdx_kernels.ops.attention import allowed_by
+from sdx_kernels.target import triton_status
 from sdx_patches import families
 from sdx_patches.report import Layer
 from sdx_patches.session import EVERYONE, Op, PatchSession, Settings, components, release
@@ -36,6 +37,7 @@ def patch(root: Any, *, owner: str, attention_op: Op = None, fused: bool = True)
         ValueError: `owner` is empty.
     """
     allowed_by(attention_op)  # raises here, not in the middle of a picture
+    triton_status()  # asked here, because torch.compile(fullgraph=True) cannot import
     session = PatchSession(root, owner, Settings(attention_op, fused))
     with session.applying():
         families.apply(root, session)

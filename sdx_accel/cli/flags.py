@@ -56,6 +56,7 @@ class Format(StrEnum):
 
     PNG = "png"
     JPG = "jpg"
+    JPEG = "jpeg"
     WEBP = "webp"
 
 

@@ -16,6 +16,8 @@ __all__ = ["Job"]
 LARGEST_SEED = 2**63 - 1
 # the training schedule of every model built here has 1000 timesteps
 MOST_STEPS = 1000
+# a limit that does not hang on the seed, which is often drawn by chance
+MOST_PICTURES = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class Job:
         steps: denoising steps, 1…1000.
         guidance: classifier-free guidance; 1 or less means none, and no negative prompt then.
         seed: of the first picture; picture i has seed + i.
-        num: how many pictures, made one after the other.
+        num: how many pictures, 1…1000000, made one after the other.
         negative: what the picture shall not show; "" = none.
         loras: LoRA files with their scales.
         image: absolute path of the picture to start from, or None.
@@ -71,7 +73,12 @@ class Job:
         check_size(self.width, self.height)
         _check_range("--steps", self.steps, 1, MOST_STEPS)
         _check_range("--seed", self.seed, 0, LARGEST_SEED)
-        _check_range("--num", self.num, 1, LARGEST_SEED - self.seed + 1)
+        _check_range("--num", self.num, 1, MOST_PICTURES)
+        if self.seed + self.num - 1 > LARGEST_SEED:
+            raise RefusedError(
+                f"--num {self.num} counts the seed {self.seed} up past {LARGEST_SEED}; use --seed "
+                f"{LARGEST_SEED - self.num + 1} or less"
+            )
         if not (math.isfinite(self.guidance) and self.guidance >= 0):
             raise RefusedError(f"--guidance {self.guidance}: use a number from 0 up, such as 5")
         if self.dtype not in tuple(Dtype):

@@ -5,6 +5,7 @@ would take it for latents.
 """
 
 import hashlib
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,9 +51,7 @@ def read_picture(path: str) -> InputPicture:
         PictureError: the file is missing, broken, too large or no picture.
     """
     opened, digest = _open(path, "--image")
-    notes: list[str] = []
-    if getattr(opened, "n_frames", 1) > 1:
-        notes.append(f"{path} has several frames: the first one is used")
+    notes = _first_notes(opened, path)
     return InputPicture(path, _to_rgb(_upright(opened), path, notes), digest, tuple(notes))
 
 
@@ -63,9 +62,7 @@ def read_mask(path: str, image: InputPicture) -> InputPicture:
         PictureError: the file cannot be read, or its size differs from the picture's.
     """
     opened, digest = _open(path, "--mask")
-    notes: list[str] = []
-    if getattr(opened, "n_frames", 1) > 1:
-        notes.append(f"{path} has several frames: the first one is used")
+    notes = _first_notes(opened, path)
     mask = _to_rgb(_upright(opened), path, notes).convert("L")
     if mask.size != image.picture.size:
         (width, height), (wanted_width, wanted_height) = mask.size, image.picture.size
@@ -90,8 +87,11 @@ def _open(path: str, flag: str) -> "tuple[Image, str]":
     except OSError as error:
         raise PictureError(f"{flag} {path} cannot be read: {error.strerror}") from error
     try:
-        opened = Image.open(BytesIO(data))
-        opened.load()
+        with warnings.catch_warnings():
+            # said as one of our notes instead
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            opened = Image.open(BytesIO(data))
+            opened.load()
     except UnidentifiedImageError as error:
         raise PictureError(
             f"{flag} {path} is not a picture that can be read here; use PNG, JPEG or WEBP"
@@ -101,6 +101,20 @@ def _open(path: str, flag: str) -> "tuple[Image, str]":
     except (OSError, ValueError, SyntaxError) as error:
         raise PictureError(f"{flag} {path} is broken or cut short: {error}") from error
     return opened, hashlib.sha256(data).hexdigest()
+
+
+def _first_notes(opened: "Image", path: str) -> list[str]:
+    from PIL import Image
+
+    notes = []
+    if getattr(opened, "n_frames", 1) > 1:
+        notes.append(f"{path} has several frames: the first one is used")
+    if Image.MAX_IMAGE_PIXELS is not None and opened.width * opened.height > Image.MAX_IMAGE_PIXELS:
+        notes.append(
+            f"{path} is unusually large ({opened.width} × {opened.height} pixels) and takes "
+            "memory and time to read"
+        )
+    return notes
 
 
 def _upright(picture: "Image") -> "Image":
@@ -135,6 +149,9 @@ def _deep_to_rgb(picture: "Image") -> "Image":
     values = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
     if picture.mode == "F":
         scale = 255.0 if values.max(initial=0.0) <= 1.0 else 1.0
+    elif picture.mode == "I" and values.max(initial=0.0) <= 255:
+        # 32-bit integers that hold an 8-bit picture; a 16-bit file opens in another mode
+        scale = 1.0
     else:
         # 0…65535 is what a 16-bit file holds, whatever Pillow calls the mode
         scale = 255.0 / 65535.0

@@ -53,13 +53,16 @@ def open_destination(
 
     Args:
         output: a folder, or a file name ending in .png, .jpg, .jpeg or .webp; None = `outputs/`.
-        format: png, jpg or webp; None = the file name's, else png.
+        format: png, jpg (or jpeg) or webp; None = the file name's, else png.
         overwrite: whether an existing file may be replaced.
         needed_bytes: what the pictures can take at most.
 
     Raises:
         PictureError: the folder is missing, not writable or full, or the format is unknown.
     """
+    # a shell leaves the tilde alone inside quotation marks
+    output = None if output is None else os.path.expanduser(output)
+    format = "jpg" if format == "jpeg" else format
     path = Path(output or DEFAULT_FOLDER)
     suffix = path.suffix.lower()
     # os.path answers False where pathlib raises: names too long, folders that may not be entered

@@ -151,6 +151,9 @@ def _check_kind(job: Job, description: Any) -> None:
 
 def _settings(given: dict[str, Any], recorded: Recorded | None) -> dict[str, Any]:
     """The job's fields known from the flags, then from the replayed picture."""
+    for name in ("image", "mask", "config"):
+        if name in given and not str(given[name]).strip():
+            raise RefusedError(f"--{name} is empty; name a file or leave it out")
     names = Job.__dataclass_fields__
     settings = {
         name: str(value) if isinstance(value, StrEnum) else value
@@ -169,7 +172,8 @@ def _settings(given: dict[str, Any], recorded: Recorded | None) -> dict[str, Any
     for name in ("image", "mask", "model", "config"):
         # a replay may start in another folder; a model can also be a spec or a hub id
         if name in settings and (name in ("image", "mask") or os.path.exists(settings[name])):
-            settings[name] = os.path.abspath(settings[name])
+            # a shell leaves the tilde alone inside quotation marks
+            settings[name] = os.path.abspath(os.path.expanduser(settings[name]))
     if recorded is None:
         return settings
     replayed = recorded.job.to_dict()

@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 __all__ = ["Talk", "one_voice"]
@@ -25,10 +25,14 @@ class Talk:
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
         self.notes: list[str] = []
+        self._stdout_lost = False
 
     def say(self, text: str) -> None:
         """A line of the result for people."""
-        print(text, file=sys.stderr if self.as_json else sys.stdout, flush=True)
+        if self.as_json:
+            print(text, file=sys.stderr, flush=True)
+        else:
+            self._print(text)
 
     def note(self, text: str) -> None:
         """Something the user should know; the same sentence is said once."""
@@ -40,10 +44,28 @@ class Talk:
         """The end: one JSON object, or one path a line."""
         if self.as_json:
             # ASCII, so that no console's encoding can spoil it
-            print(json.dumps({"paths": paths, **values}), flush=True)
+            self._print(json.dumps({"paths": paths, **values}))
         else:
             for path in paths:
-                print(path, flush=True)
+                self._print(path)
+        if self._stdout_lost:
+            self.note(f"saved: {', '.join(paths)}")
+
+    def _print(self, text: str) -> None:
+        """A line to stdout; where nobody can read it any more, the work goes on all the same."""
+        if self._stdout_lost:
+            return
+        try:
+            if sys.stdout is None:
+                raise ValueError("it is closed")
+            print(text, flush=True)
+        except (OSError, ValueError) as error:
+            self._stdout_lost = True
+            cause = getattr(error, "strerror", None) or error
+            self.note(f"standard output cannot be written ({cause})")
+            # Python flushes the rest at its end and would fail again
+            with suppress(OSError, ValueError, AttributeError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Notes(logging.Handler):

@@ -2,6 +2,7 @@
 
 import logging
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from sdx_accel.budget.machine import Machine
 from sdx_accel.budget.plan import Plan
 from sdx_accel.budget.search import SLACK_BYTES
 from sdx_accel.budget.units import GIB, VramRequest
-from sdx_accel.errors import BudgetError, PlacementError
+from sdx_accel.errors import BudgetError, PlacementError, RefusedError
 from sdx_accel.runtime import held
 from sdx_accel.runtime.descriptions import ModelDescription
 from sdx_accel.runtime.enforce import Enforcer, NoEnforcer
@@ -36,6 +37,11 @@ def _refuse_foreign_placement(pipe: Any) -> None:
     for name, module in pipe.components.items():
         if not isinstance(module, torch.nn.Module):
             continue
+        if held.is_held(module):
+            raise PlacementError(
+                f"{name} also belongs to a pipeline that is held to a VRAM budget: one budget at a "
+                "time; call disable_xattn() on that pipeline first"
+            )
         if any(hasattr(part, "_hf_hook") for part in module.modules()):
             raise PlacementError(
                 f"{name} has accelerate's offload hooks: drop the call of "
@@ -71,7 +77,6 @@ class BudgetSession:
 
     def __init__(self, pipe: Any, request: VramRequest, device: torch.device, quality: str) -> None:
         _refuse_foreign_placement(pipe)
-        self.pipe = pipe
         self.request = request
         self.quality = quality
         self.device = device
@@ -79,6 +84,12 @@ class BudgetSession:
         self._description: ModelDescription = describe_pipeline(pipe)
         # a safety checker and the like run where the pipeline puts them; only models with a
         # description are placed
+        missing = [n for n in ("unet", "vae") if n not in self._description.components]
+        if missing:
+            raise RefusedError(
+                f"this pipeline has no {' and no '.join(missing)}: a budget cannot be planned for "
+                "it; enable_xattn() without vram works"
+            )
         modules = {
             name: pipe.components[name]
             for name in self._description.components
@@ -99,11 +110,14 @@ class BudgetSession:
         # planned before anything is held, so that a refusal leaves the pipeline as it was
         self._default = self._plan(self._default_job())
         # a pipeline that is dropped while held must not leave its cap to the process
-        weakref.finalize(pipe, enforcer.release)
+        self._current = self._default
         self._undo = held.hold_models(self.executor)
-        self._undo_pipe = held.hold_pipeline(
-            pipe, self.executor, self._before_call, self._after_call
-        )
+        self._dropped = weakref.finalize(pipe, _abandon, self._undo, self.executor)
+        self._dropped.atexit = False
+        self._generation = self.executor.generation
+        # the session must not keep its pipeline alive
+        self._pipe = weakref.ref(pipe)
+        held.hold_pipeline(pipe, self.executor, self._before_call, self._after_call)
         self._announce(self._default)
         if self._default.feasible:
             self._hold(self._default)
@@ -134,13 +148,18 @@ class BudgetSession:
     @property
     def plan(self) -> Plan:
         """The plan of the last job, or of the model's default size before the first."""
-        return self.executor.plan or self._default
+        return self._current
 
     def change(self, request: VramRequest, quality: str) -> None:
         """Another budget for the same pipeline; nothing is installed twice."""
-        self.request, self.quality = request, quality
-        self._plans.clear()
-        self._default = self._plan(self._default_job())
+        before = self.request, self.quality, self._plans
+        self.request, self.quality, self._plans = request, quality, {}
+        try:
+            self._default = self._plan(self._default_job())
+        except BaseException:
+            self.request, self.quality, self._plans = before
+            raise
+        self._current = self._default
         self._announce(self._default)
         if self._default.feasible:
             self._hold(self._default)
@@ -178,6 +197,7 @@ class BudgetSession:
         _log.info("%s", plan.explain())
 
     def _hold(self, plan: Plan) -> None:
+        self._current = plan
         vae = self.executor.modules.get("vae")
         tile = plan.job.get("tile")
         users = _tiling_of(vae)
@@ -190,9 +210,16 @@ class BudgetSession:
         self.executor.hold(plan)
 
     def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.executor.generation != self._generation:
+            # adapters or a cast have changed what the weights take
+            self._plans.clear()
+            self._generation = self.executor.generation
+        self._refuse_swapped()
         unet = self.executor.modules["unet"]
         scale = 2 ** (len(self._description.components["vae"].config["block_out_channels"]) - 1)
         job = job_of_call(self._pipe_class, unet.config, scale, args, kwargs)
+        if not _plannable(job, scale):
+            return  # the pipeline's own checks say what is wrong with such a call
         plan = self._plan(job)
         if not plan.feasible:
             raise BudgetError(f"{plan.shortfall()}{self._alternatives(job)}", plan)
@@ -210,6 +237,16 @@ class BudgetSession:
             for record in records:
                 _log.info("%s", record)
         self._audited = self.executor.plan
+
+    def _refuse_swapped(self) -> None:
+        pipe = self._pipe()
+        for name, module in self.executor.modules.items():
+            now = getattr(pipe, name, None)
+            if now is not module and getattr(now, "_orig_mod", None) is not module:
+                raise PlacementError(
+                    f"{name} was replaced while the pipeline is held to a VRAM budget: call "
+                    "disable_xattn(), and enable_xattn(vram=…) again to plan with the new one"
+                )
 
     def _alternatives(self, job: Job) -> str:
         """The nearest changes that fit, in words."""
@@ -242,11 +279,25 @@ class BudgetSession:
 
     def release(self) -> None:
         """Exactly the objects, classes and devices that were there before."""
-        self._undo_pipe()
+        self._dropped.detach()
+        if (pipe := self._pipe()) is not None:
+            held.let_go(pipe)
         self._undo()
         self.executor.release()
         if self._tiled_by_us and self._tiling is not None:
             _restore_tiling(self.executor.modules["vae"], self._tiling)
+
+
+def _plannable(job: Job, scale: int) -> bool:
+    sizes = (job.height, job.width)
+    whole = all(isinstance(n, int) and n > 0 and n % scale == 0 for n in sizes)
+    return whole and job.batch > 0
+
+
+def _abandon(undo: Callable[[], None], executor: Executor) -> None:
+    """The pipeline was dropped while held: its models, which may live on, become stock again."""
+    undo()
+    executor.abandon()
 
 
 _TILING = ("use_tiling", "tile_sample_min_size", "tile_latent_min_size")

@@ -17,12 +17,13 @@ from sdx_accel.runtime.checkpoint_files import (
     read_json,
 )
 from sdx_accel.runtime.descriptions import ComponentDescription, ModelDescription
-from sdx_accel.runtime.meta_models import LIBRARIES, default_size
+from sdx_accel.runtime.meta_models import LIBRARIES, check_values, default_size
+from sdx_accel.runtime.schedulers import try_scheduler
 
 __all__ = [
     "Weights",
     "check_folder",
-    "check_tokenizers",
+    "check_small_parts",
     "describe_folder",
     "find_weights",
     "read_index",
@@ -44,6 +45,8 @@ _TOKENIZER_CHOICES = (
 _STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 # 1.2 GB that change no picture except by blacking it out
 _NEVER_LOADED = ("safety_checker",)
+# no prompt is that long; transformers writes int(1e30) where a length was never set
+UNKNOWN_LENGTH = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -135,8 +138,14 @@ def read_index(folder: Path) -> tuple[str, dict[str, tuple[str, str]]]:
     for name, value in index.items():
         if name.startswith("_") or not isinstance(value, list) or len(value) != 2:
             continue
-        if name not in _NEVER_LOADED and value[0] is not None and value[1] is not None:
-            parts[name] = (str(value[0]), str(value[1]))
+        if name in _NEVER_LOADED or value[0] is None or value[1] is None:
+            continue
+        if value[0] not in LIBRARIES:
+            raise CheckpointError(
+                f"{folder / INDEX} wants {value[0]}.{value[1]} as {name}; only classes of "
+                f"{' and '.join(LIBRARIES)} are loaded"
+            )
+        parts[name] = (value[0], str(value[1]))
     return pipeline_class, parts
 
 
@@ -160,6 +169,7 @@ def describe_folder(folder: Path, source: str, *, half: bool = False) -> ModelDe
             path = folder / name / "config.json"
             config = _public(read_json(path, f"the configuration of {name}"))
             components[name] = ComponentDescription(name, library, class_name, config)
+            check_values(components[name])
             try:
                 weights = find_weights(folder / name, library, half=half)
             except CheckpointError:
@@ -199,10 +209,9 @@ def check_folder(
                 f"the component {name!r} ({class_name}) has no folder {place}; {folder.name}/ "
                 f"holds: {neighbours(folder)}"
             )
-        if "Tokenizer" in class_name:
-            _check_tokenizer(place, name)
-        elif _needs_weights(library, class_name):
-            read_json(place / "config.json", f"the configuration of {name}")
+        if _needs_weights(library, class_name):
+            config = read_json(place / "config.json", f"the configuration of {name}")
+            check_values(ComponentDescription(name, library, class_name, config))
             found[name] = find_weights(place, library, half=half, allow_pickle=allow_pickle)
             for path, _ in found[name].files:
                 if path.suffix not in PICKLE_SUFFIXES:
@@ -211,11 +220,12 @@ def check_folder(
             for ending, needed in _SMALL_FILES.items():
                 if class_name.endswith(ending):
                     read_json(place / needed, f"the configuration of {name}")
+    check_small_parts(folder, parts)
     return found
 
 
-def check_tokenizers(folder: Path, parts: dict[str, tuple[str, str]]) -> None:
-    """Every tokenizer of an index is there and whole.
+def check_small_parts(folder: Path, parts: dict[str, tuple[str, str]]) -> None:
+    """Every tokenizer and scheduler of an index is there, whole and usable.
 
     Raises:
         CheckpointError: the first one that is not.
@@ -223,6 +233,39 @@ def check_tokenizers(folder: Path, parts: dict[str, tuple[str, str]]) -> None:
     for name, (_, class_name) in parts.items():
         if "Tokenizer" in class_name:
             _check_tokenizer(folder / name, name)
+            _check_length(folder, name, parts)
+        elif class_name.endswith("Scheduler"):
+            path = folder / name / "scheduler_config.json"
+            config = read_json(path, f"the configuration of {name}")
+            try_scheduler(class_name, config, str(path))
+
+
+def _check_length(folder: Path, name: str, parts: dict[str, tuple[str, str]]) -> None:
+    """Prompts are padded to the tokenizer's length, which its text encoder has to have room for."""
+    path = folder / name / "tokenizer_config.json"
+    if not path.is_file():
+        return
+    length = read_json(path, f"part of {name}").get("model_max_length")
+    # absent, null and transformers' 1e30 mean "not known": loading takes the text encoder's
+    if length is None or (type(length) in (int, float) and length >= UNKNOWN_LENGTH):
+        return
+    # start, one piece of a word, end
+    if type(length) is not int or length < 3:
+        raise CheckpointError(
+            f"{path} has model_max_length {length!r}; it has to be a whole number from 3 up, "
+            "usually 77: correct it or fetch the file again"
+        )
+    encoder = name.replace("tokenizer", "text_encoder")
+    config = folder / encoder / "config.json"
+    if not parts.get(encoder, ("", ""))[1].startswith("CLIPText") or not config.is_file():
+        return
+    room = read_json(config, f"the configuration of {encoder}").get("max_position_embeddings", 77)
+    if type(room) is int and room < length:
+        raise CheckpointError(
+            f"the configuration of {encoder} has max_position_embeddings {room}, but {name} makes "
+            f"{length} tokens of every prompt (model_max_length); one of {config} and {path} is "
+            "wrong: fetch both again"
+        )
 
 
 def _check_tokenizer(place: Path, name: str) -> None:

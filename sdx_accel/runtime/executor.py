@@ -45,6 +45,9 @@ class Executor:
         self._origin = {name: _device_of(module) for name, module in self.modules.items()}
         self._units: dict[str, list[WeightUnit]] = {}
         self._cast: set[str] = set()
+        # rises when someone may have changed the weights: plans made before do not hold
+        self.generation = 0
+        self.casting = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Executor":
         """A copied model is not held: its copy of this reference must not copy all weights."""
@@ -127,7 +130,11 @@ class Executor:
         """Give a component another dtype on the device; the host copy keeps the original."""
         units = self._units.get(name, [])
         self._load(units)
-        torch.nn.Module.to(self.modules[name], dtype=dtype)
+        self.casting = True
+        try:
+            torch.nn.Module.to(self.modules[name], dtype=dtype)
+        finally:
+            self.casting = False
         for unit in units:
             unit.disown()
         if units:
@@ -169,6 +176,18 @@ class Executor:
                 unit.close()
         self._units = {}
         self.phase = None
+        self.generation += 1
+        self.enforcer.free_cache()
+
+    def abandon(self) -> None:
+        """The pipeline is gone: lift the cap and leave the weights on the host, uncopied."""
+        self.enforcer.release()
+        for name, units in self._units.items():
+            self.uncast(name)
+            for unit in units:
+                unit.abandon()
+        self._units = {}
+        self.plan = None
         self.enforcer.free_cache()
 
     def release(self) -> None:

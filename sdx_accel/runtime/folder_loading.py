@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from sdx_accel.errors import CheckpointError
-from sdx_accel.runtime.checkpoint_folders import Weights, check_folder, read_index
+from sdx_accel.runtime.checkpoint_files import read_header, read_json
+from sdx_accel.runtime.checkpoint_folders import INDEX, Weights, check_folder, read_index
 from sdx_accel.runtime.descriptions import ComponentDescription
-from sdx_accel.runtime.meta_models import component_class
+from sdx_accel.runtime.meta_models import component_class, meta_component, public_config
 
-__all__ = ["dtype_argument", "first_line", "load_folder", "quiet_libraries"]
+__all__ = ["dtype_argument", "first_line", "fit_tokenizers", "load_folder", "quiet_libraries"]
 
 
 def load_folder(folder: Path, dtype: Any, *, allow_pickle: bool = False) -> Any:
@@ -36,6 +38,7 @@ def load_folder(folder: Path, dtype: Any, *, allow_pickle: bool = False) -> Any:
         raise CheckpointError(
             f"{folder} is a {class_name}, which diffusers {diffusers.__version__} does not have"
         )
+    _check_parts(folder, class_name, pipeline_class, parts)
     extra = {}
     if class_name.startswith("StableDiffusion") and "safety_checker" in _arguments(pipeline_class):
         extra = {"safety_checker": None, "requires_safety_checker": False}
@@ -47,11 +50,53 @@ def load_folder(folder: Path, dtype: Any, *, allow_pickle: bool = False) -> Any:
             for name in order
         }
         try:
-            return pipeline_class.from_pretrained(
+            pipe = pipeline_class.from_pretrained(
                 str(folder), local_files_only=True, **{dtype_argument(): dtype}, **modules, **extra
             )
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{folder} cannot be loaded: {first_line(error)}") from error
+    fit_tokenizers(pipe)
+    return pipe
+
+
+def _check_parts(
+    folder: Path, class_name: str, pipeline_class: Any, parts: dict[str, tuple[str, str]]
+) -> None:
+    """The index lists what its pipeline class is made of, no more and no less."""
+    optional = {*getattr(pipeline_class, "_optional_components", ()), "safety_checker"}
+    known = inspect.signature(pipeline_class.__init__).parameters
+    needed = {
+        name
+        for name, parameter in known.items()
+        if name != "self" and parameter.default is parameter.empty and name not in optional
+    }
+    wrong = [
+        f"{verb} {', '.join(sorted(names))}"
+        for verb, names in (
+            ("has no use for", parts.keys() - known.keys()),
+            ("also needs", needed - parts.keys()),
+        )
+        if names
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{folder / INDEX} does not fit its pipeline class: a {class_name} "
+            f"{' and '.join(wrong)}; correct _class_name or fetch the model again"
+        )
+
+
+def fit_tokenizers(pipe: Any) -> None:
+    """Give tokenizers that know no length of their own that of their text encoder.
+
+    Diffusers pads every prompt to it, and transformers' stand-in for "not known" is 1e30.
+    """
+    for name, tokenizer in pipe.components.items():
+        if not name.startswith("tokenizer") or tokenizer is None:
+            continue
+        encoder = getattr(pipe, name.replace("tokenizer", "text_encoder"), None)
+        room = getattr(getattr(encoder, "config", None), "max_position_embeddings", None)
+        if isinstance(room, int) and tokenizer.model_max_length > room:
+            tokenizer.model_max_length = room
 
 
 def _load_module(
@@ -70,8 +115,12 @@ def _load_module(
     try:
         module, info = cls.from_pretrained(str(folder), **options)
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, AttributeError) as error:
+        config = public_config(read_json(folder / "config.json", f"the configuration of {name}"))
+        component = ComponentDescription(name, library, class_name, config)
+        cause = _misshapen(component, weights) or _without_options(first_line(error))
         raise CheckpointError(
-            f"the weights of {name} in {folder} do not fit its configuration: {first_line(error)}"
+            f"the weights of {name} in {folder} do not fit its configuration: {cause}; the files "
+            "belong to different models or are damaged: fetch them again"
         ) from error
     missing = sorted(info.get("missing_keys") or ())
     if missing:
@@ -80,6 +129,27 @@ def _load_module(
             "the files belong to another model or are incomplete"
         )
     return module.eval()
+
+
+def _misshapen(component: ComponentDescription, weights: Weights) -> str | None:
+    """Which tensor has which shape instead of which; None where every one of them fits."""
+    state = meta_component(component).state_dict()
+    # transformers 5 dropped a level of the names that older files of text encoders have
+    shapes = {key.removeprefix("text_model."): tuple(value.shape) for key, value in state.items()}
+    for path, _ in weights.files:
+        if path.suffix != ".safetensors":
+            continue
+        for key, tensor in read_header(path).tensors.items():
+            expected = shapes.get(key.removeprefix("text_model."), tensor.shape)
+            if expected != tensor.shape:
+                return f"{key} should be {list(expected)} and is {list(tensor.shape)}"
+    return None
+
+
+def _without_options(text: str) -> str:
+    """A host's sentence, unless it advises arguments that nobody can give here."""
+    options = ("low_cpu_mem_usage", "ignore_mismatched_sizes", "from_pretrained")
+    return "their shapes differ" if any(option in text for option in options) else text
 
 
 def dtype_argument() -> str:
@@ -91,8 +161,6 @@ def dtype_argument() -> str:
 
 
 def _arguments(pipeline_class: Any) -> set[str]:
-    import inspect
-
     return set(inspect.signature(pipeline_class.__init__).parameters)
 
 

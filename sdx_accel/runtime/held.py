@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from sdx_accel.errors import PlacementError
 from sdx_accel.runtime.executor import Executor
 
-__all__ = ["hold_models", "hold_pipeline", "let_go"]
+__all__ = ["hold_models", "hold_pipeline", "is_held", "let_go"]
 
 _STATE = "_sdx_held"
 # where a pipeline keeps its budget session; a copy must not share it: its undo is the original's
@@ -29,11 +29,30 @@ _ADAPTER_METHODS = (
     "unload_lora_weights",
     "unload_textual_inversion",
 )
+_MODEL_ADAPTER_METHODS = (
+    "add_adapter",
+    "delete_adapters",
+    "fuse_lora",
+    "load_attn_procs",
+    "load_lora_adapter",
+    "unfuse_lora",
+    "unload_lora",
+)
 _OFFLOAD_METHODS = (
     "enable_group_offload",
     "enable_model_cpu_offload",
     "enable_sequential_cpu_offload",
 )
+
+
+class _LikeBase(type):
+    """Held classes equal the class they stand for: `from_pipe` looks types up with `in`."""
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is cls.__bases__[0]
+
+    def __hash__(cls) -> int:
+        return hash(cls.__bases__[0])
 
 
 def _swap_class(target: Any, state: Any, members: Mapping[str, Any]) -> None:
@@ -51,8 +70,13 @@ def _swap_class(target: Any, state: Any, members: Mapping[str, Any]) -> None:
         "__doc__": base.__doc__,
         "__reduce_ex__": reduce,
     }
-    object.__setattr__(target, "__class__", type(base.__name__, (base,), namespace))
+    meta = _meta_of(type(base))
+    object.__setattr__(target, "__class__", meta(base.__name__, (base,), namespace))
     target.__dict__[_STATE] = state
+
+
+def _meta_of(metaclass: type) -> Any:
+    return _LikeBase if metaclass is type else type("_LikeBase", (_LikeBase, metaclass), {})
 
 
 def _new(cls: type) -> Any:
@@ -71,6 +95,11 @@ def _stock_state(state: Any) -> Any:
             kept = ((k, v) for k, v in state[table].items() if k not in ours)
             state[table] = type(state[table])(kept)
     return state
+
+
+def is_held(target: Any) -> bool:
+    """Whether `hold_pipeline` or `hold_models` is in force on one object."""
+    return _STATE in target.__dict__
 
 
 def let_go(target: Any) -> None:
@@ -101,13 +130,16 @@ def hold_models(executor: Executor) -> Callable[[], None]:
         members: dict[str, Any] = {
             "device": property(lambda self: self.__dict__[_STATE].device),
             "to": _make_to(name, type(module)),
+            "_apply": _make_apply(executor, type(module)),
         }
+        for method in _MODEL_ADAPTER_METHODS:
+            if hasattr(type(module), method):
+                members[method] = _make_adapter_method(executor, getattr(type(module), method))
         if name == "vae":
             members["encode"] = _make_coder("encode", type(module))
             members["decode"] = _make_coder("decode", type(module))
         else:
-            phase = "text" if name.startswith("text_encoder") else "denoise"
-            hook = _BeginPhase(executor, name, phase)
+            hook = _BeginPhase(executor, name, _phase_of(name))
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         _swap_class(module, executor, members)
 
@@ -120,11 +152,31 @@ def hold_models(executor: Executor) -> Callable[[], None]:
     return undo
 
 
+def _phase_of(name: str) -> str:
+    if name.startswith("text_encoder") or name == "image_encoder":
+        return "text"
+    return "decode" if name == "safety_checker" else "denoise"
+
+
+def _make_apply(executor: Executor, base: Any) -> Callable[..., Any]:
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # .half(), .to(dtype) and the like give new weights: the copies on the host are outdated
+        if not executor.casting:
+            executor.bring_home()
+        return base._apply(self, *args, **kwargs)
+
+    return apply
+
+
 class _BeginPhase:
     """Forward pre-hook: the phase of `name` begins, its weights and inputs are on the device."""
 
     def __init__(self, executor: Executor, name: str, phase: str) -> None:
         self.executor, self.name, self.phase = executor, name, phase
+
+    def __reduce__(self) -> Any:
+        # handles of other hooks carry the whole table into copies: ours is nothing there
+        return type(None), ()
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         executor = self.executor
@@ -178,8 +230,8 @@ def hold_pipeline(
     executor: Executor,
     before_call: Callable[[tuple[Any, ...], dict[str, Any]], None],
     after_call: Callable[[], None],
-) -> Callable[[], None]:
-    """Plan before each call, refuse moves, and follow adapters; returns the undo.
+) -> None:
+    """Plan before each call, refuse moves, and follow adapters; `let_go` is the undo.
 
     Args:
         pipe: a diffusers pipeline.
@@ -215,7 +267,6 @@ def hold_pipeline(
         if hasattr(base, name):
             members[name] = _make_refusal(name)
     _swap_class(pipe, executor, members)
-    return lambda: let_go(pipe)
 
 
 def _make_adapter_method(executor: Executor, method: Callable[..., Any]) -> Callable[..., Any]:

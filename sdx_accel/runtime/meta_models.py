@@ -6,6 +6,7 @@ Knows diffusers' and transformers' classes; reads no files and never allocates a
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from sdx_accel.errors import CheckpointError
 from sdx_accel.runtime.descriptions import ComponentDescription, ModelDescription, jsonable
 
 __all__ = [
+    "check_values",
     "component_class",
     "default_size",
     "describe_pipeline",
@@ -44,6 +46,29 @@ def component_class(component: ComponentDescription) -> Any:
             f"{component.library} {version} does not have; a newer {component.library} may"
         )
     return found
+
+
+def check_values(component: ComponentDescription) -> None:
+    """Refuse numbers that a module can be built with, but that no picture can be made with.
+
+    Raises:
+        CheckpointError: naming the component, the value and what it has to be.
+    """
+    for key in ("in_channels", "out_channels", "latent_channels", "max_position_embeddings"):
+        value = component.config.get(key, 1)
+        if type(value) is not int or value < 1:
+            raise _senseless(component, key, "a whole number above 0")
+    # latents are divided by it
+    value = component.config.get("scaling_factor", 1.0)
+    if type(value) not in (int, float) or not (math.isfinite(value) and value > 0):
+        raise _senseless(component, "scaling_factor", "a number above 0")
+
+
+def _senseless(component: ComponentDescription, key: str, wanted: str) -> CheckpointError:
+    return CheckpointError(
+        f"the configuration of {component.name} has {key} {component.config.get(key)!r}; it has to "
+        f"be {wanted}: fetch its config.json again"
+    )
 
 
 def meta_component(component: ComponentDescription, dtype: str = "float32") -> Any:
@@ -99,7 +124,10 @@ def default_size(components: Mapping[str, ComponentDescription]) -> tuple[int, i
         return _FALLBACK_SIZE, _FALLBACK_SIZE
     factor = 8
     if "vae" in components and "block_out_channels" in components["vae"].config:
-        factor = 2 ** (len(components["vae"].config["block_out_channels"]) - 1)
+        channels = components["vae"].config["block_out_channels"]
+        if not isinstance(channels, (list, tuple)) or not channels:
+            raise _senseless(components["vae"], "block_out_channels", "a list of whole numbers")
+        factor = 2 ** (len(channels) - 1)
     sides = sample if isinstance(sample, (list, tuple)) else (sample, sample)
     if len(sides) != 2 or not all(type(side) is int and side > 0 for side in sides):
         raise CheckpointError(

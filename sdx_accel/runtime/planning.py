@@ -98,7 +98,9 @@ def _check_job(description: ModelDescription, job: Job) -> None:
 
 
 def _rank(plan: Plan) -> tuple[bool, float]:
-    return not plan.feasible, plan.moved_gib_per_picture
+    # where nothing fits, the reader wants the smallest budget that any choice works with
+    cost = plan.moved_gib_per_picture if plan.feasible else plan.smallest_budget_gib
+    return not plan.feasible, cost
 
 
 def _first_size(picture: Any) -> tuple[int, int] | None:
@@ -113,6 +115,12 @@ def _first_size(picture: Any) -> tuple[int, int] | None:
     channels_last = not isinstance(picture, torch.Tensor)
     height, width = shape[-3:-1] if channels_last and len(shape) >= 3 else shape[-2:]
     return int(width), int(height)
+
+
+def _is_latents(picture: Any, unet_config: Any) -> bool:
+    """Whether an `image` is another pipeline's latents, which are not encoded again."""
+    channels = getattr(unet_config, "out_channels", 4)
+    return isinstance(picture, torch.Tensor) and picture.dim() == 4 and picture.shape[1] == channels
 
 
 def job_of_call(
@@ -137,6 +145,14 @@ def job_of_call(
     from_picture = _first_size(picture) if picture is not None else None
     if from_picture and "height" not in signature.parameters:
         width, height = (n // scale * scale for n in from_picture)
+    encode = picture is not None
+    given = values.get("latents")
+    given = picture if given is None and _is_latents(picture, unet_config) else given
+    if isinstance(given, torch.Tensor) and given.dim() == 4:
+        # the pipelines compute at the size of the latents, whatever height and width say
+        height, width = (n * scale for n in given.shape[-2:])
+        # a mask is encoded with its picture all the same
+        encode = encode and (given is not picture or values.get("mask_image") is not None)
     prompt, embeds = values.get("prompt"), values.get("prompt_embeds")
     batch = len(prompt) if isinstance(prompt, (list, tuple)) else 1
     if prompt is None and embeds is not None:
@@ -150,5 +166,5 @@ def job_of_call(
         width=columns * scale if width is None else width,
         batch=batch * (values.get("num_images_per_prompt") or 1),
         guided=guided,
-        encode=picture is not None,
+        encode=encode,
     )

@@ -76,7 +76,9 @@ def profile_job(
     components = []
     for name, used_in in kinds.items():
         if used_in:
-            module = (modules or {}).get(name) or _meta(description, name, dtypes[name])
+            module = (modules or {}).get(name)
+            # not `or`: a compiled module answers bool() with its len()
+            module = _meta(description, name, dtypes[name]) if module is None else module
             units = tuple(Unit(group[0][0], unit_bytes(group)) for group in split_weights(module))
             components.append(Component(name, units, used_in))
     names = [p for p in ("text", "encode", "denoise", "decode") if _used(p, components)]
@@ -100,8 +102,10 @@ def _used(phase: str, components: list[Component]) -> bool:
 
 
 def _phases_of(name: str, description: ModelDescription, job: Job) -> tuple[str, ...]:
-    if name.startswith("text_encoder"):
+    if name.startswith("text_encoder") or name == "image_encoder":
         return ("text",)
+    if name == "safety_checker":
+        return ("decode",)
     if name == "vae":
         return ("encode", "decode") if job.encode else ("decode",)
     if name in _DENOISERS:
@@ -113,8 +117,6 @@ def _phases_of(name: str, description: ModelDescription, job: Job) -> tuple[str,
                 "enable_xattn() without vram works"
             )
         return ("denoise",)
-    if name in ("image_encoder", "safety_checker", "feature_extractor"):
-        return ()
     raise RefusedError(
         f"a budget for a pipeline with {name!r} cannot be planned yet; "
         "enable_xattn() without vram works"

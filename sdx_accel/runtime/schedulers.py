@@ -1,13 +1,17 @@
-"""Short names of samplers and the diffusers scheduler behind each. Knows nothing of models."""
+"""Short names of samplers, the diffusers scheduler behind each, and whether a configuration works.
+
+Knows nothing of models or files.
+"""
 
 from __future__ import annotations
 
 import difflib
+import math
 from typing import Any
 
-from sdx_accel.errors import RefusedError
+from sdx_accel.errors import CheckpointError, RefusedError
 
-__all__ = ["SCHEDULERS", "check_scheduler", "make_scheduler"]
+__all__ = ["SCHEDULERS", "check_scheduler", "make_scheduler", "try_scheduler"]
 
 # name → class, and what that name means on top of the model's own schedule
 SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -67,3 +71,47 @@ def make_scheduler(name: str, config: Any) -> Any:
             "models keep their own scheduler; leave --scheduler out"
         )
     return getattr(diffusers, class_name).from_config(base, **changes)
+
+
+def try_scheduler(class_name: str, config: dict[str, Any], where: str) -> None:
+    """Build a model's own scheduler and do one step on a tensor of one value.
+
+    Most classes look at a value only when they need it, so building alone finds little.
+
+    Args:
+        class_name: as model_index.json names it.
+        config: its scheduler_config.json.
+        where: that file, for the message.
+
+    Raises:
+        CheckpointError: diffusers has no such class, or a value makes no sense to it.
+    """
+    import diffusers
+    import torch
+
+    cls = getattr(diffusers, class_name, None)
+    if not isinstance(cls, type):
+        raise CheckpointError(
+            f"the scheduler is a {class_name}, which diffusers {diffusers.__version__} does not "
+            "have; a newer diffusers may"
+        )
+    try:
+        scheduler: Any = cls.from_config(config)  # type: ignore[attr-defined]
+        # others may need arguments of their pipeline for a step
+        if class_name not in {known for known, _ in SCHEDULERS.values()}:
+            return
+        # samplers with noise draw from the global generator, which is the caller's
+        with torch.random.fork_rng(devices=[]):
+            scheduler.set_timesteps(2)
+            sample = scheduler.scale_model_input(torch.ones(1, 1, 1, 1), scheduler.timesteps[0])
+            stepped = scheduler.step(sample / 2, scheduler.timesteps[0], sample).prev_sample
+    except Exception as error:
+        # any value of a file may be wrong, and the hosts divide by, index with and compare them
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(
+            f"{where} has a value that {class_name} cannot work with ({text}); fetch the file again"
+        ) from error
+    if not math.isfinite(stepped.sum().item()):
+        raise CheckpointError(
+            f"{where} has a noise schedule that gives no finite numbers; fetch the file again"
+        )

@@ -15,12 +15,17 @@ from sdx_accel.runtime.architectures import architecture
 from sdx_accel.runtime.checkpoint_files import PICKLE_SUFFIXES, Header, read_header
 from sdx_accel.runtime.checkpoint_folders import (
     INDEX,
-    check_tokenizers,
+    check_small_parts,
     describe_folder,
     read_index,
 )
 from sdx_accel.runtime.descriptions import ModelDescription
-from sdx_accel.runtime.folder_loading import dtype_argument, first_line, quiet_libraries
+from sdx_accel.runtime.folder_loading import (
+    dtype_argument,
+    first_line,
+    fit_tokenizers,
+    quiet_libraries,
+)
 from sdx_accel.runtime.hub import cached_folder
 
 __all__ = ["SUFFIXES", "describe_file", "load_file", "recognise"]
@@ -127,7 +132,7 @@ def load_file(path: Path, dtype: Any, config: str | os.PathLike[str] | None = No
     family = recognise(_header(path))
     folder = config_folder(config) if config else _cached_config(path, family)
     class_name, parts = read_index(folder)
-    check_tokenizers(folder, parts)
+    check_small_parts(folder, parts)
     pipeline_class: Any = getattr(diffusers, class_name, None)
     if class_name != description.pipeline_class or not hasattr(pipeline_class, "from_single_file"):
         raise CheckpointError(f"{folder / INDEX} names {class_name}, which cannot load {path}")
@@ -165,6 +170,7 @@ def load_file(path: Path, dtype: Any, config: str | os.PathLike[str] | None = No
                 f"{len(lost)} weights of {name} are not in {path} (the first: {lost[0]}); "
                 f"it does not fit the configuration in {folder}"
             )
+    fit_tokenizers(pipe)
     return pipe
 
 

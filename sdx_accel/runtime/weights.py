@@ -80,6 +80,9 @@ class WeightUnit:
         group: (name, tensor) pairs of one module; their data moves into the host blob at once.
     """
 
+    # a weight that is an inference tensor could never again take part in a gradient
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def __init__(self, name: str, group: list[tuple[str, torch.Tensor]]) -> None:
         self.name = name
         self.n_bytes = unit_bytes(group)
@@ -114,6 +117,8 @@ class WeightUnit:
             self._pinned = int(code) == 0
         return self._pinned
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def load(self, device: torch.device) -> int:
         """Copy to the device on the current stream and point the tensors there; bytes moved."""
         if self._device is not None:
@@ -125,6 +130,7 @@ class WeightUnit:
         self._device = blob
         return self.n_bytes
 
+    @torch.inference_mode(False)
     def drop(self) -> None:
         """Point the tensors at the host copy and let the device copy go; nothing is copied."""
         for slot in self._slots:
@@ -135,14 +141,25 @@ class WeightUnit:
         """Forget the device copy after someone replaced the tensors' data (a dtype cast)."""
         self._device = None
 
+    def abandon(self) -> None:
+        """Leave the tensors on the host copy, which is theirs from now on; nothing is copied."""
+        self.drop()
+        self._unpin()
+        self._slots = []
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def close(self, device: torch.device | None = None) -> None:
         """Undo: tensors own separate storage again, on `device` or the host."""
         for slot in self._slots:
             slot.tensor.data = slot.view(self._host).to(device or "cpu", copy=True)
         self._device = None
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())
-            self._pinned = False
+        self._unpin()
         # unit by unit, so that the host never holds all weights twice
         self._slots = []
         self._host = torch.empty(0, dtype=torch.uint8)
+
+    def _unpin(self) -> None:
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())
+            self._pinned = False

@@ -134,7 +134,7 @@ def test_case_045_a_refused_launch_goes_on_with_a_smaller_tile(
     attention_fwd._steps.clear()
     refusals = 10**6
     masked = torch.ones(20, 200, dtype=torch.bool)
-    monkeypatch.setattr("sdx_kernels.ops.attention._names", lambda op: ("triton", "reference"))
+    monkeypatch.setattr("sdx_kernels.ops.attention.allowed_by", lambda op: ("triton", "reference"))
     out, choice = attend(*inputs, attn_bias=masked, op="torch")
     assert choice.name == "reference"
     assert any("shared memory" in reason for reason in choice.reasons["triton"])

@@ -102,6 +102,8 @@ def _ladder(s: Signature) -> tuple[AttentionConfig, ...]:
 
 
 def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    # a lazily negated view (the imaginary part of a conjugate) holds the wrong sign in memory
+    tensor = tensor.resolve_neg()
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -116,7 +118,7 @@ def _run_triton(inputs: AttentionInputs) -> Result:
         _unit_stride(inputs.query),
         _unit_stride(inputs.key),
         _unit_stride(inputs.value),
-        inputs.bias,
+        None if inputs.bias is None else inputs.bias.resolve_neg(),
         scale=inputs.scale,
         causal_offset=offset,
         output_dtype=inputs.output_dtype,

@@ -57,6 +57,8 @@ def plain_key(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, op: object
 ) -> Key | None:
     """All that the choice for such a call depends on, or None where the long way must be taken."""
+    if not all(isinstance(tensor, torch.Tensor) for tensor in (query, key, value)):
+        return None
     if query.dim() != 4 or not (op is None or isinstance(op, str)):
         return None
     if torch.compiler.is_compiling():
