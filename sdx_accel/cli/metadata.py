@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import warnings
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -162,7 +163,10 @@ def _stored_text(path: str) -> tuple[str | None, bool, str]:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(path) as picture:
+        # how large it is does not matter here: only its text is kept
+        with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):
+            picture = Image.open(path)
+        with picture:
             format = {"JPEG": "jpg", "WEBP": "webp"}.get(picture.format or "", "png")
             if picture.format == "PNG":
                 picture.load()

@@ -45,6 +45,12 @@ _TOKENIZER_CHOICES = (
 _STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 # 1.2 GB that change no picture except by blacking it out
 _NEVER_LOADED = ("safety_checker",)
+# first match decides; the text encoders that no prompt can do without
+_NEEDED: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("StableDiffusion3", ()),
+    ("StableDiffusionXL", ("unet", "vae", "scheduler", "text_encoder_2", "tokenizer_2")),
+    ("StableDiffusion", ("unet", "vae", "scheduler", "text_encoder", "tokenizer")),
+)
 # no prompt is that long; transformers writes int(1e30) where a length was never set
 UNKNOWN_LENGTH = 1_000_000
 
@@ -146,6 +152,13 @@ def read_index(folder: Path) -> tuple[str, dict[str, tuple[str, str]]]:
                 f"{' and '.join(LIBRARIES)} are loaded"
             )
         parts[name] = (value[0], str(value[1]))
+    needed = next((n for start, n in _NEEDED if pipeline_class.startswith(start)), ())
+    lost = [name for name in needed if name not in parts]
+    if lost:
+        raise CheckpointError(
+            f"{folder / INDEX} does not fit its pipeline class: a {pipeline_class} also needs "
+            f"{', '.join(lost)}, each as [library, class]; fetch that file again"
+        )
     return pipeline_class, parts
 
 

@@ -25,6 +25,8 @@ __all__ = [
 # a description may come from a downloaded file: nothing else is ever imported because of it
 LIBRARIES = ("diffusers", "transformers")
 _FALLBACK_SIZE = 512
+# what CLIP text encoders are run with
+_PROMPT_TOKENS = 77
 
 
 def component_class(component: ComponentDescription) -> Any:
@@ -54,10 +56,19 @@ def check_values(component: ComponentDescription) -> None:
     Raises:
         CheckpointError: naming the component, the value and what it has to be.
     """
-    for key in ("in_channels", "out_channels", "latent_channels", "max_position_embeddings"):
+    # in transformers such as Flux, null means the same as in_channels
+    keys = ("in_channels", "out_channels", "latent_channels")
+    for key in keys if component.name in ("unet", "vae") else ():
         value = component.config.get(key, 1)
         if type(value) is not int or value < 1:
             raise _senseless(component, key, "a whole number above 0")
+    room = component.config.get("max_position_embeddings", _PROMPT_TOKENS)
+    if component.class_name.startswith("CLIPText") and (
+        type(room) is not int or room < _PROMPT_TOKENS
+    ):
+        raise _senseless(
+            component, "max_position_embeddings", f"{_PROMPT_TOKENS}, the tokens of a prompt"
+        )
     # latents are divided by it
     value = component.config.get("scaling_factor", 1.0)
     if type(value) not in (int, float) or not (math.isfinite(value) and value > 0):

@@ -15,7 +15,9 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from sdx_accel.runtime.checkpoints import load
+from sdx_accel.errors import CheckpointError
+from sdx_accel.runtime.checkpoints import ComponentDescription, load
+from sdx_accel.runtime.meta_models import check_values
 
 Cli = Callable[..., Any]
 SMALL = ("--width", 64, "--height", 64, "--steps", 1)
@@ -74,9 +76,7 @@ def test_tokenizer_length_that_was_never_set_is_the_text_encoders(
         {"beta_end": float("nan")},
     ],
 )
-def test_scheduler_values_that_make_no_sense(
-    cli: Cli, model: Path, values: dict[str, Any]
-) -> None:
+def test_scheduler_values_that_make_no_sense(cli: Cli, model: Path, values: dict[str, Any]) -> None:
     change(model / "scheduler/scheduler_config.json", **values)
     refused(cli("generate", "x", *SMALL, "--model", model), "scheduler_config.json", "fetch")
 
@@ -87,9 +87,7 @@ def test_scheduler_class_that_is_not_there(cli: Cli, model: Path) -> None:
 
 
 def test_trying_a_scheduler_leaves_the_callers_random_numbers(model: Path) -> None:
-    change(
-        model / "model_index.json", scheduler=["diffusers", "EulerAncestralDiscreteScheduler"]
-    )
+    change(model / "model_index.json", scheduler=["diffusers", "EulerAncestralDiscreteScheduler"])
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
@@ -117,6 +115,14 @@ def test_configuration_values_that_make_no_sense(
     change(model / part / "config.json", **values)
     result = cli("generate", "x", *SMALL, "--model", model)
     refused(result, f"configuration of {part} has {next(iter(values))}", "fetch")
+
+
+def test_null_that_means_the_same_as_in_channels() -> None:
+    config = {"in_channels": 64, "out_channels": None}
+    name = "FluxTransformer2DModel"
+    check_values(ComponentDescription("transformer", "diffusers", name, config))
+    with pytest.raises(CheckpointError, match="out_channels None"):
+        check_values(ComponentDescription("unet", "diffusers", "UNet2DConditionModel", config))
 
 
 def test_pipeline_class_of_another_family(cli: Cli, model: Path) -> None:
@@ -171,7 +177,8 @@ def test_format_jpeg_and_home_folder(
     assert result.code == 0, result.err
     (path,) = (tmp_path / "home/made").iterdir()
     assert path.suffix == ".jpg"
-    assert Image.open(path).format == "JPEG"
+    with Image.open(path) as picture:
+        assert picture.format == "JPEG"
     path.rename(tmp_path / "home/a.jpg")
     flags = ("--image", "~/a.jpg", "--steps", 2, "--format", "jpeg", "-o", "~/b.jpeg")
     result = cli("generate", "x", *flags)
@@ -197,6 +204,15 @@ def test_very_large_picture_is_a_note(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 64 * 64 - 1)
     (note,) = read_picture(str(tmp_path / "i.png")).notes
     assert "unusually large (64 × 64 pixels)" in note
+
+
+def test_very_large_picture_is_made_again_without_a_warning(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli("generate", "x", *SMALL, "-o", "a.png").code == 0
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 64 * 64 - 1)
+    result = cli("generate", "--from", "a.png")
+    assert result.code == 0, result.err
 
 
 @pytest.mark.parametrize("json_flag", [(), ("--json",)])
