@@ -48,6 +48,9 @@ lint: $(DEV)
 
 # the benchmark writes its JSON into $$OUT when that is set
 gpu: $(DEV)
+	@$(PY) -c 'import sys, torch; found = torch.cuda.is_available(); \
+	  found or print("make gpu needs an NVIDIA GPU, and torch", torch.__version__, "sees none: run", \
+	  "$(SDX) doctor"); sys.exit(0 if found else 2)'
 	$(PY) -m pytest -m gpu
 	$(PY) -m sdx_accel.bench.gpu
 

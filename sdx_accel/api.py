@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import sys
+import weakref
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -52,8 +53,30 @@ def _speak() -> None:
             log.propagate = False
 
 
+# who has called enable_xattn() and is still there
+_owners: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+# tells these owners from those who call sdx_patches.patch() and restore it themselves
+_PREFIX = "enable_xattn:"
+
+
 def _owner(root: Any) -> str:
-    return f"{type(root).__name__}@{id(root):x}"
+    return f"{_PREFIX}{type(root).__name__}@{id(root):x}"
+
+
+def _patch(root: Any, attention_op: Any, fused: bool) -> None:
+    owner = _owner(root)
+    sdx_patches.patch(root, owner=owner, attention_op=attention_op, fused=fused)
+    _owners[owner] = root
+
+
+def _restore(root: Any) -> None:
+    """Restore for `root`, and for owners that were dropped: nobody else can do it for them."""
+    owner = _owner(root)
+    ours = {name for name in sdx_patches.owners(root) if name.startswith(_PREFIX)}
+    # the own name always: a copy's patches carry no name, and any call restores them
+    for name in {owner, *(name for name in ours if name not in _owners)}:
+        sdx_patches.restore(root, owner=name)
+    _owners.pop(owner, None)
 
 
 @dataclass(frozen=True)
@@ -145,7 +168,7 @@ def pipeline_enable_xattn(
         # before anything starts CUDA: the idle card is what the budget is counted from
         read_idle_cards()
     fresh = not any(layer.patched for layer in sdx_patches.layers(pipe))
-    sdx_patches.patch(pipe, owner=_owner(pipe), attention_op=attention_op, fused=fused)
+    _patch(pipe, attention_op, fused)
     if request is None or chosen is None:
         return
     session: BudgetSession | None = pipe.__dict__.get(_SESSION)
@@ -159,7 +182,7 @@ def pipeline_enable_xattn(
         pipe.__dict__[_SESSION] = BudgetSession(pipe, request, chosen, quality)
     except BaseException:
         if fresh:
-            sdx_patches.restore(pipe, owner=_owner(pipe))
+            _restore(pipe)
         raise
 
 
@@ -168,7 +191,7 @@ def pipeline_disable_xattn(pipe: Any) -> None:
     session: BudgetSession | None = pipe.__dict__.pop(_SESSION, None)
     if session is not None:
         session.release()
-    sdx_patches.restore(pipe, owner=_owner(pipe))
+    _restore(pipe)
 
 
 def pipeline_xattn_report(pipe: Any) -> Report:
@@ -207,12 +230,12 @@ def model_enable_xattn(
     check_quality(quality)
     if torch.cuda.is_available():
         ensure_kernel_cache()
-    sdx_patches.patch(model, owner=_owner(model), attention_op=attention_op, fused=fused)
+    _patch(model, attention_op, fused)
 
 
 def model_disable_xattn(model: Any) -> None:
     """`ModelMixin.disable_xattn`."""
-    sdx_patches.restore(model, owner=_owner(model))
+    _restore(model)
 
 
 def model_xattn_report(model: Any) -> Report:

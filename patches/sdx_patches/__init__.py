@@ -9,9 +9,9 @@ from sdx_kernels.ops.attention import allowed_by
 from sdx_kernels.target import triton_status
 from sdx_patches import families
 from sdx_patches.report import Layer
-from sdx_patches.session import EVERYONE, Op, PatchSession, Settings, components, release
+from sdx_patches.session import EVERYONE, Op, PatchSession, Settings, components, release, site_of
 
-__all__ = ["EVERYONE", "Layer", "PatchSession", "layers", "patch", "restore"]
+__all__ = ["EVERYONE", "Layer", "PatchSession", "layers", "owners", "patch", "restore"]
 
 
 def patch(root: Any, *, owner: str, attention_op: Op = None, fused: bool = True) -> PatchSession:
@@ -58,6 +58,12 @@ def restore(root: Any, *, owner: str) -> None:
     modules = [m for component in components(root).values() for m in component.modules()]
     for module in reversed(modules):
         release(module, owner)
+
+
+def owners(root: Any) -> set[str]:
+    """Everybody who has patched a part of `root` and has not restored it."""
+    modules = (m for component in components(root).values() for m in component.modules())
+    return {name for m in modules if (site := site_of(m)) is not None for name in site.owners}
 
 
 def layers(root: Any) -> list[Layer]:

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-__all__ = ["run"]
+__all__ = ["PROMPTS", "StepClock", "run"]
 
 # new words for every picture, so that a prompt cache would not flatter the figure
 PROMPTS = (
@@ -31,7 +31,7 @@ def _sha(values: Any) -> str:
     return hashlib.sha256(values.tobytes()).hexdigest()[:16]
 
 
-class _StepClock:
+class StepClock:
     """Times steps with events on the stream; nothing is synchronised inside the loop."""
 
     def __init__(self, torch: Any, device: str) -> None:
@@ -40,6 +40,7 @@ class _StepClock:
         self._marks: list[Any] = []
 
     def mark(self, pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        """diffusers' `callback_on_step_end`."""
         if self._cuda:
             event = self._torch.cuda.Event(enable_timing=True)
             event.record()
@@ -49,6 +50,7 @@ class _StepClock:
         return {}
 
     def seconds(self) -> list[float]:
+        """Time of each step but the first since the last call, in seconds."""
         marks, self._marks = self._marks, []
         if self._cuda:
             self._torch.cuda.synchronize()
@@ -87,7 +89,7 @@ def run(cell: dict[str, Any]) -> dict[str, Any]:
         pipe.to(device)
         if mode == "ours":
             pipe.enable_xattn()
-    clock = _StepClock(torch, device)
+    clock = StepClock(torch, device)
     pictures: list[dict[str, Any]] = []
     for index in range(cell["pictures"]):
         begin = time.perf_counter()

@@ -106,6 +106,8 @@ def _run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     if child.returncode or not result.exists():
         return {"cell": cell, "error": child.stderr[-2000:]}
     record: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    # the folder that the cell loaded from says nothing to a reader
+    record["cell"] = {**cell, "model": cell["source"]}
     if sampler is not None:
         seen = json.loads(samples.read_text(encoding="utf-8"))
         record["driver"] = seen

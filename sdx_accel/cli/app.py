@@ -14,6 +14,7 @@ import typer
 import sdx_accel
 from sdx_accel.cli.doctor import doctor
 from sdx_accel.cli.generate import generate
+from sdx_accel.cli.json_errors import print_failure
 from sdx_accel.cli.plan import plan
 from sdx_accel.errors import SdxError
 
@@ -71,6 +72,7 @@ def main(args: Sequence[str] | None = None) -> int:
             standalone_mode=True,
         )
     except SystemExit as stop:
+        _say_usage(stop.__context__, sys.argv[1:] if args is None else args)
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
         return 130
@@ -88,6 +90,21 @@ def _say(error: Exception, message: str, exit_code: int) -> int:
         traceback.print_exception(error)
     print(f"sdx-accel: {message}", file=sys.stderr)
     return exit_code
+
+
+def _say_usage(error: BaseException | None, args: Sequence[str]) -> None:
+    """Print what was wrong with the flags as JSON too: no verb has run that could have.
+
+    Args:
+        error: what Typer printed and stopped for, or None. Its class is Click's own or Typer's
+            copy of it, depending on Typer's version, so it is told by its methods.
+        args: the command line; after `--` nothing is a flag.
+    """
+    format_message = getattr(error, "format_message", None)
+    flags = list(args)
+    flags = flags[: flags.index("--")] if "--" in flags else flags
+    if format_message is not None and "--json" in flags:
+        print_failure(type(error).__name__, format_message(), getattr(error, "exit_code", 2))
 
 
 def _debugging() -> bool:

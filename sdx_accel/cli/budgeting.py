@@ -7,7 +7,7 @@ from sdx_accel.cli.job import Job
 from sdx_accel.cli.prepare import Prepared
 from sdx_accel.errors import BudgetError
 
-__all__ = ["budget_of", "plan_job", "refuse_infeasible"]
+__all__ = ["budget_note", "budget_of", "plan_job", "refuse_infeasible"]
 
 # what the plan is shown for on a machine without a GPU when no budget is given
 SHOWN_BUDGET_GIB = 8.0
@@ -51,9 +51,28 @@ def budget_of(job: Job, device: str) -> str | float:
         What `sdx_accel.plan` and `enable_xattn` take as `vram`.
     """
     if device == "cpu":
-        is_fixed = job.vram is not None and job.vram[0] not in "a-" and job.vram[-1] != "%"
-        return job.vram if is_fixed and job.vram is not None else SHOWN_BUDGET_GIB
+        return SHOWN_BUDGET_GIB if job.vram is None or _is_relative(job.vram) else job.vram
     return job.vram or "auto"
+
+
+def budget_note(job: Job, device: str) -> str | None:
+    """A sentence when the budget that was asked for is not the one that is planned for.
+
+    Args:
+        job: the settings.
+        device: "cpu" or "cuda:N".
+    """
+    if device != "cpu" or job.vram is None or not _is_relative(job.vram):
+        return None
+    why = "the CPU was asked for" if job.device == "cpu" else "there is no GPU here"
+    return (
+        f"--vram {job.vram} is relative to a GPU, and {why}: the plan is shown for "
+        f"{SHOWN_BUDGET_GIB:g} GiB"
+    )
+
+
+def _is_relative(vram: str) -> bool:
+    return vram[0] in "a-" or vram[-1] == "%"
 
 
 def refuse_infeasible(plan: Any, prepared: Prepared, device: str) -> None:

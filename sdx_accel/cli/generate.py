@@ -20,7 +20,8 @@ def generate(
             "--model",
             "-m",
             help="Hub id, diffusers folder, .safetensors file, or random:sdxl, random:sd15, "
-            "random:sdxl-tiny (seeded random weights). Default: random:sdxl-tiny.",
+            "random:sdxl-tiny, random:sd15-tiny (seeded random weights). Default: "
+            "random:sdxl-tiny.",
         ),
     ] = None,
     negative: Annotated[str | None, typer.Option(help="What it shall not show.")] = None,

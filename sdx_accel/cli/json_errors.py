@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from sdx_accel.errors import SdxError
 
-__all__ = ["json_on_error"]
+__all__ = ["json_on_error", "print_failure"]
 
 
 @contextmanager
@@ -21,10 +21,11 @@ def json_on_error(wanted: bool) -> Iterator[None]:
     except Exception as error:
         if wanted:
             exit_code = error.exit_code if isinstance(error, SdxError) else 1
-            failure = {
-                "type": type(error).__name__,
-                "message": str(error),
-                "exit_code": exit_code,
-            }
-            print(json.dumps({"error": failure}), flush=True)
+            print_failure(type(error).__name__, str(error), exit_code)
         raise
+
+
+def print_failure(kind: str, message: str, exit_code: int) -> None:
+    """Print the object that stands for a failure."""
+    failure = {"type": kind, "message": message, "exit_code": exit_code}
+    print(json.dumps({"error": failure}), flush=True)

@@ -41,9 +41,9 @@ class Recorded:
         path: the picture.
         format: png, jpg or webp.
         job: the settings, for this one picture.
-        inputs: sha256 by path of the input pictures.
+        inputs: sha256 by path of the input pictures and LoRA files.
         versions: by package, at that time.
-        ran: device, dtype, scheduler and pipeline that were really used.
+        ran: device, dtype, scheduler, pipeline and CPU threads that were really used.
     """
 
     path: str
@@ -51,7 +51,7 @@ class Recorded:
     job: Job
     inputs: dict[str, str]
     versions: dict[str, str]
-    ran: dict[str, str]
+    ran: dict[str, Any]
 
 
 def versions() -> dict[str, str]:

@@ -14,7 +14,7 @@ __all__ = ["plan"]
 def plan(
     prompt: Annotated[
         str | None,
-        typer.Argument(help="Ignored: the flags of generate can be tried as they are."),
+        typer.Argument(help="Ignored: a prompt changes no memory."),
     ] = None,
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="As in generate. Default: random:sdxl-tiny.")
@@ -49,11 +49,11 @@ def plan(
 ) -> None:
     """Say whether a job fits into a budget, and where everything lies in each phase.
 
-    Reads configurations only: no weights, no GPU. Exit code 1 when it does not fit.
+    Loads no weights and needs no GPU. Exit code 1 when it does not fit.
     """
     flags = {**locals(), "prompt": prompt or ""}
     with json_on_error(json):
-        from sdx_accel.cli.budgeting import plan_job
+        from sdx_accel.cli.budgeting import budget_note, plan_job
         from sdx_accel.cli.devices import pick_device
         from sdx_accel.cli.prepare import prepare
         from sdx_accel.cli.talk import Talk, one_voice
@@ -62,7 +62,10 @@ def plan(
         prepared = prepare(flags, talk.note)
         with one_voice(talk):
             job = prepared.job
-            made = plan_job(prepared, pick_device(job.device), job.dtype)
+            device = pick_device(job.device)
+            if sentence := budget_note(job, device):
+                talk.note(sentence)
+            made = plan_job(prepared, device, job.dtype)
         if json:
             print(json_format.dumps(json_format.loads(made.to_json())))
         else:

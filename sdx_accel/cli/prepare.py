@@ -3,6 +3,7 @@
 Everything that can be refused without loading a model is refused here.
 """
 
+import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,6 +34,8 @@ class Prepared:
         image: the picture to start from, or None.
         mask: what to repaint of it, or None.
         format: of the picture that is made again, or None.
+        loras: sha256 by path of the LoRA files.
+        threads: of a CPU run that is made again as it was, or None.
     """
 
     job: Job
@@ -40,6 +43,8 @@ class Prepared:
     image: InputPicture | None
     mask: InputPicture | None
     format: str | None
+    loras: dict[str, str]
+    threads: int | None
 
 
 def prepare(flags: dict[str, Any], note: Callable[[str], None]) -> Prepared:
@@ -62,12 +67,16 @@ def prepare(flags: dict[str, Any], note: Callable[[str], None]) -> Prepared:
     image, mask = _pictures(settings, note)
     fill_defaults(settings, description, image, note)
     job = Job.from_dict(settings)
-    if recorded is not None:
-        _compare(recorded, given, job, (image, mask), note)
     _check_text(job)
     _check_names(job)
     _check_kind(job, description)
-    return Prepared(job, description, image, mask, recorded.format if recorded else None)
+    loras = {lora.path: _lora_digest(lora.path) for lora in job.loras}
+    format = threads = None
+    if recorded is not None:
+        _compare(recorded, given, job, {"image": image, "mask": mask}, loras, note)
+        format = recorded.format
+        threads = recorded.ran.get("threads") if _is_same(job, recorded) else None
+    return Prepared(job, description, image, mask, format, loras, threads)
 
 
 def choose_destination(
@@ -113,22 +122,34 @@ def _describe(settings: dict[str, Any], note: Callable[[str], None]) -> Any:
     if settings.get("model") is None:
         settings["model"] = DEFAULT_MODEL
         note(
-            f"no model given: {DEFAULT_MODEL}, seeded random weights: the picture shows noise, "
-            "not your prompt"
+            f"no model given: {DEFAULT_MODEL}, whose seeded random weights make pictures of "
+            "noise, not of a prompt"
         )
     return describe(settings["model"], config=settings.get("config"))
 
 
 def _check_names(job: Job) -> None:
-    from sdx_accel.runtime.loras import check_lora_file
+    from sdx_accel.runtime.loras import check_lora_file, require_peft
     from sdx_accel.runtime.schedulers import SCHEDULERS, make_scheduler
 
     for lora in job.loras:
         if not os.path.exists(lora.path):
             raise CheckpointError(f"--lora {lora.path}: no such file; check the path")
         check_lora_file(lora.path)
+    if job.loras:
+        require_peft()
     if job.scheduler is not None and job.scheduler.strip().lower() not in SCHEDULERS:
         make_scheduler(job.scheduler, {})
+
+
+def _lora_digest(path: str) -> str:
+    from sdx_accel.runtime.loras import lora_file
+
+    try:
+        with lora_file(path).open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"--lora {path} cannot be read: {error}") from error
 
 
 def _check_text(job: Job) -> None:
@@ -163,7 +184,8 @@ def _settings(given: dict[str, Any], recorded: Recorded | None) -> dict[str, Any
     if "lora" in given:
         loras = [parse_lora(text) for text in given["lora"]]
         settings["loras"] = [
-            {"path": os.path.abspath(lora.path), "scale": lora.scale} for lora in loras
+            {"path": os.path.abspath(os.path.expanduser(lora.path)), "scale": lora.scale}
+            for lora in loras
         ]
     if "vram" in settings:
         settings["vram"] = parse_vram(settings["vram"])
@@ -200,15 +222,18 @@ def _compare(
     recorded: Recorded,
     given: dict[str, Any],
     job: Job,
-    pictures: tuple[InputPicture | None, InputPicture | None],
+    pictures: dict[str, InputPicture | None],
+    loras: dict[str, str],
     note: Callable[[str], None],
 ) -> None:
-    """Say what would make a replay differ; refuse when an input picture is another one."""
-    for name, picture in zip(("image", "mask"), pictures, strict=True):
-        digest = recorded.inputs.get(picture.path) if picture else None
-        if picture and name not in given and digest not in (None, picture.sha256):
-            raise PictureError(
-                f"--from {recorded.path}: {picture.path} has changed since, so the result would "
+    """Say what would make a replay differ; refuse when an input file is another one."""
+    found = [(name, picture.path, picture.sha256) for name, picture in pictures.items() if picture]
+    found += [("lora", path, digest) for path, digest in loras.items()]
+    for name, path, digest in found:
+        if name not in given and recorded.inputs.get(path, digest) != digest:
+            kind = CheckpointError if name == "lora" else PictureError
+            raise kind(
+                f"--from {recorded.path}: {path} has changed since, so the result would "
                 f"differ; give --{name} to use it as it is now"
             )
     now = versions()
@@ -217,5 +242,9 @@ def _compare(
         for name, was in recorded.versions.items()
         if now.get(name) != was
     ]
-    if changed and replace(job, num=1) == recorded.job:
+    if changed and _is_same(job, recorded):
         note(f"versions differ from the recorded run ({', '.join(changed)}): pixels may too")
+
+
+def _is_same(job: Job, recorded: Recorded) -> bool:
+    return replace(job, num=1) == recorded.job

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdx_accel.cli.budgeting import budget_of, plan_job, refuse_infeasible
+from sdx_accel.cli.budgeting import budget_note, budget_of, plan_job, refuse_infeasible
 from sdx_accel.cli.decode_guard import finite_decode
 from sdx_accel.cli.devices import pick_device
 from sdx_accel.cli.job import Job
@@ -72,6 +72,9 @@ def run_job(prepared: Prepared, destination: Destination, talk: Talk) -> Outcome
         if dtype_note:
             talk.note(dtype_note)
         talk.say(_headline(prepared, device, dtype))
+        for sentence in (budget_note(job, device), _threads_note(prepared, device)):
+            if sentence:
+                talk.note(sentence)
         plan = plan_job(prepared, device, str(dtype).removeprefix("torch."))
         talk.say(plan.explain())
         refuse_infeasible(plan, prepared, device)
@@ -103,6 +106,19 @@ def _headline(prepared: Prepared, device: str, dtype: Any) -> str:
         f"{job.model}: {prepared.description.pipeline_class} on {device} in "
         f"{str(dtype).removeprefix('torch.')}, "
         f"{job.width} × {job.height}, {job.steps} steps, guidance {job.guidance:g}, {seeds}"
+    )
+
+
+def _threads_note(prepared: Prepared, device: str) -> str | None:
+    """A sentence when a CPU run is made again with another number of threads."""
+    import torch
+
+    then, now = prepared.threads, torch.get_num_threads()
+    if device != "cpu" or then is None or then == now:
+        return None
+    return (
+        f"recorded with {then} CPU threads, now {now}: sums are rounded in another order, so "
+        f"pixels may differ by one level; set OMP_NUM_THREADS={then} to have as many"
     )
 
 
@@ -201,15 +217,21 @@ def _record(
     single: Job, prepared: Prepared, pipe: Any, device: str, plan: dict[str, Any] | None
 ) -> dict[str, Any]:
     """What goes into the picture's metadata."""
+    import torch
+
     pictures = (prepared.image, prepared.mask)
     return {
         "settings": single.to_dict(),
-        "inputs": {picture.path: picture.sha256 for picture in pictures if picture is not None},
+        "inputs": {
+            **{picture.path: picture.sha256 for picture in pictures if picture is not None},
+            **prepared.loras,
+        },
         "ran": {
             "device": device,
             "dtype": str(pipe.unet.dtype).removeprefix("torch."),
             "scheduler": type(pipe.scheduler).__name__,
             "pipeline": type(pipe).__name__,
+            **({"threads": torch.get_num_threads()} if device == "cpu" else {}),
         },
         "versions": versions(),
         "plan": plan,

@@ -31,9 +31,9 @@ class PhaseRecord:
         measured = (
             "not measured"
             if self.measured_peak_gib is None
-            else f"{self.measured_peak_gib:.2f} GiB"
+            else f"measured {self.measured_peak_gib:.2f} GiB"
         )
-        return f"{self.name}: predicted {self.predicted_peak_gib:.2f}, measured {measured}"
+        return f"{self.name}: predicted {self.predicted_peak_gib:.2f} GiB, {measured}"
 
 
 @dataclass

@@ -5,7 +5,9 @@ Knows the two layouts in use (kohya's and diffusers'); nothing is changed when o
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,7 @@ from sdx_accel.runtime.checkpoint_files import PICKLE_SUFFIXES, Header, neighbou
 from sdx_accel.runtime.folder_loading import first_line, quiet_libraries
 from sdx_accel.runtime.lora_keys import Pair, find_pairs
 
-__all__ = ["LoraReport", "check_lora_file", "load_loras"]
+__all__ = ["LoraReport", "check_lora_file", "load_loras", "lora_file", "require_peft"]
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,11 @@ def load_loras(
         return []
     if not hasattr(pipe, "load_lora_weights"):
         raise CheckpointError(f"{type(pipe).__name__} takes no LoRA")
-    _require_peft()
+    require_peft()
     taken = {name for names in pipe.get_list_adapters().values() for name in names}
     reports, plans = [], []
     for path, scale in loras:
-        header = read_header(_file(path))
+        header = read_header(lora_file(path))
         pairs, total = find_pairs(pipe, header)
         _check_match(header, pairs, total)
         adapter = _adapter_name(header.path, taken)
@@ -189,11 +191,15 @@ def check_lora_file(source: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointError: missing, broken, a pickle, or a folder without exactly one file.
     """
-    read_header(_file(source))
+    read_header(lora_file(source))
 
 
-def _file(source: str | os.PathLike[str]) -> Path:
-    """The one LoRA file that a path names."""
+def lora_file(source: str | os.PathLike[str]) -> Path:
+    """The one LoRA file that a path names.
+
+    Raises:
+        CheckpointError: missing, a pickle, or a folder without exactly one file.
+    """
     path = Path(source).expanduser()
     if path.is_dir():
         found = sorted(path.glob("*.safetensors"))
@@ -223,8 +229,15 @@ def _adapter_name(path: Path, taken: set[str]) -> str:
     return name
 
 
-def _require_peft() -> None:
-    import importlib.util
+def require_peft() -> None:
+    """Find out whether LoRA files can be loaded at all; imports nothing.
 
+    Raises:
+        CheckpointError: peft is not installed; the message has the command that installs it.
+    """
     if importlib.util.find_spec("peft") is None:
-        raise CheckpointError("LoRA files need the package peft: pip install peft")
+        # this very Python: `pip` alone can be another one's
+        raise CheckpointError(
+            "LoRA files need the package peft, which is not installed: run "
+            f"{sys.executable} -m pip install peft"
+        )

@@ -1,8 +1,9 @@
 """The whole-picture benchmark: a dry run of one cell, and the tables made from a document."""
 
+import argparse
 import json
 
-from sdx_accel.bench import cell, gpu, table
+from sdx_accel.bench import cell, gpu, steps, table
 
 
 def test_a_cell_records_what_it_ran():
@@ -49,7 +50,7 @@ def _record(mode, step, **extra):
         },
         "s_per_step": step,
         "s_per_picture": step * 20,
-        "pictures": [{"sha256": "0123456789abcdef"}],
+        "pictures": [{"sha256": "0123456789abcdef", "p10": step * 0.9}],
         **extra,
     }
 
@@ -67,7 +68,7 @@ DOCUMENT = {
 
 def test_the_table_compares_with_the_faster_resident_run():
     text = table.markdown(DOCUMENT)
-    assert "| `enable_xattn(vram=8)` | 7.90 | 7.70 | 55.0 | 1.10 |" in text
+    assert "| `enable_xattn(vram=8)` | 7.90 | 7.70 | 55.0 | 1.10 | 49.5 | 1.10 |" in text
     assert "| stock diffusers, all resident | – | – | 60.0 | 1.20 |" in text
 
 
@@ -78,3 +79,18 @@ def test_rows_are_appended_with_one_header(tmp_path):
     lines = target.read_text(encoding="utf-8").splitlines()
     assert len(lines) == 1 + 2 * 3
     assert lines[0].startswith("date,commit,gpu")
+
+
+def test_turns_compare_each_round_with_itself():
+    options = argparse.Namespace(tiny=True, model="", vram=8.0, rounds=2, steps=3)
+    record = steps.run(options)
+    json.dumps(record)
+    assert {mode: len(values) for mode, values in record["s_per_step"].items()} == {
+        "stock": 2,
+        "ours": 2,
+        "budget": 2,
+    }
+    # a mode gives the same latents each round, and the budget changes no bit
+    assert [len(found) for found in record["latents"].values()] == [1, 1, 1]
+    assert record["latents"]["ours"] == record["latents"]["budget"]
+    assert record["budget_over_best_resident"] > 0

@@ -10,6 +10,7 @@ import torch
 from diffusers import AutoPipelineForImage2Image, StableDiffusionXLImg2ImgPipeline
 from PIL import Image
 
+import sdx_patches
 from sdx_accel import api
 from sdx_accel.budget.machine import Machine
 from sdx_accel.errors import BudgetError, PlacementError, RefusedError
@@ -82,6 +83,35 @@ def test_a_pipeline_dropped_while_held_frees_its_models():
     pipe.to("cpu")
     pipe.enable_xattn(vram=8, device="cpu")
     pipe("x", image=picture, strength=0.5, num_inference_steps=2, output_type="np")
+
+
+@pytest.mark.parametrize("through", ["pipeline", "model"])
+def test_a_dropped_pipeline_lets_go_of_its_models(pipe, through):
+    stock = type(pipe.unet)
+    attention = pipe.unet.mid_block.attentions[0].transformer_blocks[0].attn1
+    processor = attention.processor
+    other = type(pipe)(**pipe.components)
+    loaded = type(pipe)(**pipe.components)
+    loaded.enable_xattn(vram=8, device="cpu")
+    assert attention.processor is not processor
+    del loaded
+    gc.collect()
+    assert type(other.unet) is stock
+    (other if through == "pipeline" else other.unet).disable_xattn()
+    assert attention.processor is processor
+    assert not any("_sdx" in vars(module) for module in other.unet.modules())
+
+
+def test_disabling_leaves_the_patches_of_others_alone(pipe):
+    other = type(pipe)(**pipe.components)
+    other.enable_xattn()
+    sdx_patches.patch(pipe.unet, owner="somebody")
+    pipe.disable_xattn()
+    assert len(sdx_patches.owners(pipe.unet)) == 2
+    other.disable_xattn()
+    assert sdx_patches.owners(pipe.unet) == {"somebody"}
+    sdx_patches.restore(pipe.unet, owner="somebody")
+    assert sdx_patches.owners(pipe.unet) == set()
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, lambda p: pickle.loads(pickle.dumps(p))])

@@ -1,6 +1,7 @@
 """`generate` and `plan` on the tiny model, in this process."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+
+from sdx_accel.cli.metadata import read_record
 
 Cli = Callable[..., Any]
 SMALL = ("--model", "random:sdxl-tiny", "--width", 64, "--height", 64, "--steps", 2)
@@ -79,6 +82,28 @@ def test_json_failure_is_one_object_too(cli: Cli) -> None:
     assert (result.code, failure["exit_code"], failure["type"]) == (2, 2, "SizeError")
     assert "64 or 72" in failure["message"]
     assert "64 or 72" in result.err
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "words"),
+    [
+        ("generate x --json --bogus", "NoSuchOption", "--bogus"),
+        ("generate x --json --quality best", "BadParameter", "best"),
+        ("generate x --json --steps many", "BadParameter", "many"),
+        ("generate x y --json", "UsageError", "y"),
+        ("plan --seed 3 --json", "NoSuchOption", "--seed"),
+        ("doctor --json --bogus", "NoSuchOption", "--bogus"),
+    ],
+)
+def test_wrong_flags_with_json_are_one_object_too(
+    cli: Cli, line: str, kind: str, words: str
+) -> None:
+    result = cli(*line.split())
+    failure = json.loads(result.out)["error"]
+    assert (result.code, failure["exit_code"], failure["type"]) == (2, 2, kind)
+    assert words in failure["message"]
+    assert words in result.err
+    assert cli(*line.replace("--json", "").split()).out == ""
 
 
 def test_case_128_and_139_picture_i_equals_its_single_run(
@@ -301,11 +326,18 @@ def test_relative_budget_without_a_gpu_still_shows_a_plan(cli: Cli) -> None:
         result = cli("generate", "x", *SMALL, "--device", "cpu", "--vram", text)
         assert result.code == 0, result.err
         assert "budget 8.00 GiB" in result.out
+        assert f"--vram {text} is relative to a GPU" in result.err
+    planned = cli("plan", "--vram", "80%", "--device", "cpu")
+    assert "the plan is shown for 8 GiB" in planned.err
+    assert "relative" not in cli("plan", "--vram", 8, "--device", "cpu").err
 
 
-def test_lora_changes_the_picture_by_its_scale(cli: Cli, tmp_path: Path) -> None:
+def test_lora_changes_the_picture_by_its_scale(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from peft import LoraConfig
     from peft.utils import get_peft_model_state_dict
+    from safetensors.torch import load_file, save_file
 
     from sdx_accel.runtime.checkpoints import load
 
@@ -324,6 +356,34 @@ def test_lora_changes_the_picture_by_its_scale(cli: Cli, tmp_path: Path) -> None
     assert (pixels(none.paths[0]) == plain).all()
     again = cli("generate", "--from", strong.paths[0])
     assert (pixels(again.paths[0]) == pixels(strong.paths[0])).all()
+    # another file under the same name is refused rather than drawn with
+    weights = load_file(file)
+    save_file({name: 2 * value for name, value in weights.items()}, file)
+    changed = cli("generate", "--from", strong.paths[0])
+    assert changed.code == 2
+    assert "has changed since" in changed.err
+    assert "give --lora" in changed.err
+    assert cli("generate", "--from", strong.paths[0], "--lora", file).code == 0
+    # refused before anything is planned or loaded
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    refused = cli(*options, "--lora", file)
+    assert (refused.code, refused.out) == (2, "")
+    assert f"{sys.executable} -m pip install peft" in refused.err
+
+
+def test_a_replay_with_other_threads_says_so(cli: Cli) -> None:
+    before = torch.get_num_threads()
+    first = cli("generate", "x", *SMALL, "--device", "cpu").paths[0]
+    assert read_record(str(first)).ran["threads"] == before
+    assert "CPU threads" not in cli("generate", "--from", first).err
+    torch.set_num_threads(before + 1)
+    try:
+        again = cli("generate", "--from", first)
+        other = cli("generate", "--from", first, "--seed", 7)
+    finally:
+        torch.set_num_threads(before)
+    assert f"recorded with {before} CPU threads, now {before + 1}" in again.err
+    assert "CPU threads" not in other.err
 
 
 def test_out_of_memory_keeps_what_is_done(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

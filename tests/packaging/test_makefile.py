@@ -70,6 +70,15 @@ def test_an_environment_of_one_s_own_makes_no_venv() -> None:
     assert "sdx_accel.bench.gpu" in commands
 
 
+def test_make_gpu_without_a_gpu_says_so_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    done = make("gpu", f"PY={sys.executable}")
+    assert done.returncode == 2
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("make gpu needs an NVIDIA GPU")
+    assert f"{sys.executable} -m sdx_accel doctor" in line
+
+
 def finished(venv: Path, stamps: tuple[str, ...]) -> None:
     """What a finished set-up leaves, newer than everything it depends on."""
     (venv / "bin").mkdir(parents=True)

@@ -1,0 +1,104 @@
+"""Seconds a step of stock, patched and budget-held SDXL, taken in turns in one process.
+
+    python -m sdx_accel.bench.steps [--model random:sdxl] [--vram 8] [--rounds 4] [--tiny]
+
+Eager SDXL is bound by the host, whose speed drifts by tens of per cent within minutes on shared
+machines. So the three run in turns, round after round, and each round is compared with itself; the
+ratio that counts is the median over rounds. Writes steps.json into $OUT, or the current folder.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from sdx_accel.bench.cell import PROMPTS, StepClock
+
+__all__ = ["main", "run"]
+
+MODES = ("stock", "ours", "budget")
+
+
+def _enter(pipe: Any, mode: str, vram: float, device: str) -> None:
+    pipe.disable_xattn()
+    if mode == "budget":
+        pipe.enable_xattn(vram=vram, device=device)
+        return
+    pipe.to(device)
+    if mode == "ours":
+        pipe.enable_xattn()
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """All rounds; the record has seconds a step by mode and round, and the ratios."""
+    import torch
+
+    import sdx_accel  # noqa: F401  (attaches the methods)
+    from sdx_accel.runtime import checkpoints
+    from sdx_accel.runtime.probe import read_idle_cards
+
+    device = "cpu" if options.tiny else "cuda"
+    if not options.tiny:
+        read_idle_cards()
+    model = "random:sdxl-tiny" if options.tiny else options.model
+    pipe = checkpoints.load(model, dtype="fp32" if options.tiny else "fp16")
+    pipe.set_progress_bar_config(disable=True)
+    size = 128 if options.tiny else 1024
+    clock = StepClock(torch, device)
+    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+    digests: dict[str, set[str]] = {mode: set() for mode in MODES}
+    # the first round compiles, loads libraries and fills caches: run, not counted
+    for number in range(options.rounds + 1):
+        for mode in MODES:
+            _enter(pipe, mode, options.vram, device)
+            latents = pipe(
+                PROMPTS[0],
+                height=size,
+                width=size,
+                num_inference_steps=options.steps,
+                generator=torch.Generator().manual_seed(0),
+                output_type="latent",
+                callback_on_step_end=clock.mark,
+            ).images
+            steps = clock.seconds()
+            digests[mode].add(hashlib.sha256(latents.cpu().numpy().tobytes()).hexdigest()[:16])
+            if number:
+                seconds[mode].append(statistics.median(steps))
+    pipe.disable_xattn()
+    rounds = list(zip(*(seconds[mode] for mode in MODES), strict=True))
+    return {
+        "command": " ".join(["python -m sdx_accel.bench.steps", *sys.argv[1:]]),
+        "model": model,
+        "vram": options.vram,
+        "s_per_step": seconds,
+        "budget_over_best_resident": statistics.median(b / min(s, o) for s, o, b in rounds),
+        "ours_over_stock": statistics.median(o / s for s, o, _ in rounds),
+        "latents": {mode: sorted(found) for mode, found in digests.items()},
+    }
+
+
+def main() -> None:
+    """Print the rounds and the ratios, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", default="random:sdxl")
+    parser.add_argument("--vram", type=float, default=8.0)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--tiny", action="store_true", help="tiny model on the CPU: a dry run")
+    record = run(parser.parse_args())
+    for mode, values in record["s_per_step"].items():
+        print(f"{mode:8}", "  ".join(f"{value * 1e3:7.1f}" for value in values), "ms/step")
+    print(
+        f"budget ÷ best resident {record['budget_over_best_resident']:.3f}, "
+        f"ours ÷ stock {record['ours_over_stock']:.3f} (medians of rounds)"
+    )
+    target = Path(os.environ.get("OUT", ".")) / "steps.json"
+    target.write_text(json.dumps(record, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
