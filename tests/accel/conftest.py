@@ -1,5 +1,6 @@
 """Shared by the plug-in's tests: the command line in this process, and a folder to work in."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -36,3 +37,19 @@ def cli(
         return CliResult(code, captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def saved_tiny_sdxl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`random:sdxl-tiny` as a diffusers folder; not to be written to."""
+    from sdx_accel.runtime.checkpoints import load
+
+    place = tmp_path_factory.mktemp("model") / "m"
+    load("random:sdxl-tiny").save_pretrained(place)
+    return place
+
+
+@pytest.fixture
+def model(saved_tiny_sdxl: Path, tmp_path: Path) -> Path:
+    """A copy of that folder for one test to break."""
+    return Path(shutil.copytree(saved_tiny_sdxl, tmp_path / "m"))

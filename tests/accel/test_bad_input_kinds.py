@@ -3,7 +3,6 @@
 import copy
 import json
 import pickle
-import shutil
 import struct
 import zlib
 from collections.abc import Callable
@@ -22,18 +21,6 @@ from sdx_accel.runtime.checkpoints import load
 Cli = Callable[..., Any]
 SMALL = ("--width", 64, "--height", 64, "--steps", 1)
 _UNET = "unet/diffusion_pytorch_model.safetensors"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("model") / "m"
-    load("random:sdxl-tiny").save_pretrained(place)
-    return place
-
-
-@pytest.fixture
-def model(folder: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(folder, tmp_path / "m"))
 
 
 def refused(result: Any, *words: str) -> None:

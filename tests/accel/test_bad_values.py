@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,18 +22,6 @@ Cli = Callable[..., Any]
 SMALL = ("--width", 64, "--height", 64, "--steps", 1)
 # arguments of the host libraries, which nobody can give on a command line
 HOSTS = ("ignore_mismatched_sizes", "low_cpu_mem_usage", "from_pretrained")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("model") / "m"
-    load("random:sdxl-tiny").save_pretrained(place)
-    return place
-
-
-@pytest.fixture
-def model(folder: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(folder, tmp_path / "m"))
 
 
 def refused(result: Any, *words: str) -> None:
