@@ -53,6 +53,7 @@ gpu: $(DEV)
 	  "$(SDX) doctor"); sys.exit(0 if found else 2)'
 	$(PY) -m pytest -m gpu
 	$(PY) -m sdx_accel.bench.gpu
+	$(PY) -m sdx_accel.bench.steps
 
 bench: $(DEV)
 	for file in kernels/bench/bench_*.py; do $(PY) "$$file" || exit 1; done
