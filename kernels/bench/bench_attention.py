@@ -172,6 +172,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="shapes whose name contains this")
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not options.tiny:
+        # 16,384² scores on two cores take minutes a sample and say nothing about a card
+        print("no GPU: two tiny shapes only, as with --tiny")
+        options.tiny = True
     dtype = torch.float32 if device.type == "cpu" else getattr(torch, options.dtype)
     shapes: tuple[Shape, ...] = TINY if options.tiny else REAL_SHAPES
     rows = [
