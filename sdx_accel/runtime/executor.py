@@ -97,6 +97,8 @@ class Executor:
         if phase == self.phase or self.plan is None:
             return
         self._end_phase()
+        if not self._units:
+            self.take()
         wanted = self._wanted(phase)
         for name, units in self._units.items():
             if name in self._cast:
@@ -168,16 +170,23 @@ class Executor:
         if planned is not None:
             self.audit.add(PhaseRecord(planned.name, planned.predicted_peak_gib, measured))
 
-    def bring_home(self) -> None:
-        """All weights to the host and the units dissolved, so that adapters may change them."""
+    def dissolve(self) -> None:
+        """All weights to the host, each tensor with storage of its own; taken again when needed."""
+        if not self._units:
+            return
         for name, units in self._units.items():
             self.uncast(name)
             for unit in units:
                 unit.close()
         self._units = {}
         self.phase = None
-        self.generation += 1
         self.enforcer.free_cache()
+
+    def bring_home(self) -> None:
+        """`dissolve`, because adapters are about to change the weights: plans are outdated."""
+        self.dissolve()
+        self.phase = None
+        self.generation += 1
 
     def abandon(self) -> None:
         """The pipeline is gone: lift the cap and leave the weights on the host, uncopied."""

@@ -59,7 +59,10 @@ def _swap_class(target: Any, state: Any, members: Mapping[str, Any]) -> None:
     base = type(target)
 
     def reduce(self: Any, protocol: Any) -> Any:
-        # pickles and deep copies hold the stock object: a plan belongs to this one and this card
+        # pickles and deep copies hold the stock object: a plan belongs to this one and this card.
+        # A tensor is pickled with its whole storage, and units share theirs: 128 MiB for each of
+        # a thousand tensors
+        self.__dict__[_STATE].dissolve()
         state = object.__reduce_ex__(self, 2)[2]
         return _new, (base,), _stock_state(state)
 

@@ -126,6 +126,27 @@ def test_copies_of_a_held_pipeline_have_no_session(pipe, way):
     assert "_sdx_held" in pipe.unet.__dict__
 
 
+def test_a_pickle_holds_each_weight_once(pipe):
+    stock = len(pickle.dumps(pipe))
+    pipe.enable_xattn(vram=8, device="cpu")
+    # before a run: transformers then hooks its encoders in a way that no pickle takes
+    assert len(pickle.dumps(pipe)) < 1.1 * stock
+    before = _run(pipe)
+    assert len(pickle.dumps(pipe.unet)) < 1.1 * stock
+    assert (before == _run(pipe)).all()
+
+
+def test_a_copy_in_the_middle_of_a_run_does_not_disturb_it(pipe):
+    pipe.enable_xattn(vram=8, device="cpu")
+    before = _run(pipe)
+
+    def copied(pipe, step, timestep, values):
+        copy.deepcopy(pipe.unet)
+        return values
+
+    assert (before == _run(pipe, callback_on_step_end=copied)).all()
+
+
 def test_a_refused_change_leaves_the_old_budget(pipe):
     pipe.enable_xattn(vram=8, device="cpu")
     with pytest.raises(RefusedError, match="GPU"):
