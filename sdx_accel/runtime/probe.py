@@ -14,7 +14,7 @@ from sdx_accel.budget.machine import Machine
 from sdx_accel.budget.units import GIB, MIB
 from sdx_kernels import LowerTriangularMask, attend
 
-__all__ = ["Card", "open_card"]
+__all__ = ["Card", "open_card", "read_idle_cards", "warm_up"]
 
 # torch's cuBLAS workspace: 32 MiB on Hopper and later, 8 × 1 MiB + 2 × 64 KiB before
 BLAS_BYTES_SM90, BLAS_BYTES = 32 * MIB, round(8.125 * MIB)

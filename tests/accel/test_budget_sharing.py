@@ -184,7 +184,6 @@ def test_a_cast_while_held_lasts(pipe):
 
 
 def test_adapters_make_the_plan_anew(pipe):
-    pytest.importorskip("peft")
     from peft import LoraConfig
 
     pipe.enable_xattn(vram=8, device="cpu")
