@@ -17,9 +17,23 @@ from sdx_kernels.bias import (
 )
 from sdx_kernels.errors import InvalidInputs
 
-__all__ = ["AttentionInputs", "Signature", "attention_inputs"]
+__all__ = ["AttentionInputs", "Dropout", "Signature", "attention_inputs"]
 
 LAYOUT = "[batch, seq, heads, dim]"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Dropout:
+    """Which weights are dropped: a function of `seed` and of each weight's place.
+
+    Attributes:
+        p: probability of dropping one, 0 < p < 1; the others are divided by 1 − p.
+        seed: int64 tensor of one element on the inputs' device (never read by the host, so that
+            a CUDA graph can draw a new one at each replay).
+    """
+
+    p: float
+    seed: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -275,7 +289,7 @@ def attention_inputs(
         bias=kind,
         bias_dtype=None if dense is None else dense.dtype,
         structure="" if structure is None else type(structure).__name__,
-        causal=isinstance(structure, LowerTriangularMask),
+        causal=isinstance(structure, LowerTriangularMask) and structure.band.left is None,
         grad=bias_grad or (grad and any(t.requires_grad for t in (query, key, value))),
         bias_grad=bias_grad,
         dropout=float(p),

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sdx_kernels import target
-from sdx_kernels.bias import LowerTriangularMask
 from sdx_kernels.checks import AttentionInputs, Signature
 from sdx_kernels.errors import InvalidInputs
 from sdx_kernels.reference.attention import attention
@@ -112,8 +111,8 @@ def _run_triton(inputs: AttentionInputs) -> Result:
 
     s = inputs.signature
     offset = None
-    if isinstance(inputs.structure, LowerTriangularMask):
-        offset = inputs.structure.offset(s.queries, s.keys)
+    if s.causal and inputs.structure is not None and inputs.structure.band is not None:
+        offset = inputs.structure.band.shift(s.queries, s.keys)
     return launch_attention_fwd(
         _unit_stride(inputs.query),
         _unit_stride(inputs.key),
