@@ -1,9 +1,12 @@
 # PYTHON=python3.12 picks the interpreter that .venv is made from.
+# JOBS=8 runs the tests in eight processes beside each other instead of two.
 # PY=python3 runs everything in an environment of your own and makes no .venv.
 
 PYTHON ?= python3
 VENV ?= .venv
 PY ?= $(VENV)/bin/python
+# test processes beside each other; each keeps to one thread (tests/conftest.py)
+JOBS ?= 2
 
 TORCH := torch==2.13.0
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
@@ -35,10 +38,10 @@ demo: $(BASE)
 
 # the wheel is built, installed in a clean environment and run by tests/packaging/test_wheel.py
 test: lint
-	$(PY) -m pytest
+	$(PY) -m pytest -n $(JOBS) --dist loadfile
 
 test-all: lint
-	$(PY) -m pytest -m "not gpu"
+	$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not gpu"
 
 lint: $(DEV)
 	$(PY) -m ruff format --check .

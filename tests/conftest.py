@@ -18,3 +18,6 @@ def _selects_gpu(arguments: list[str]) -> bool:
 
 if not _selects_gpu(sys.argv[1:]):
     os.environ["TRITON_INTERPRET"] = "1"
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # as many processes as cores run beside each other: more threads would only wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,47 +1,21 @@
 """Exact attention on any device: Triton kernels, torch's kernels and a reference, and who runs.
 
-Importing this imports torch but not Triton, asks no device and registers nothing.
+Importing this imports torch but not Triton and asks no device; it defines the operators
+`torch.ops.sdx_kernels.attention_forward` and `attention_backward`.
 """
 
-from sdx_kernels.bias import (
-    AttentionBias,
-    BlockDiagonalCausalMask,
-    BlockDiagonalMask,
-    KeyPaddingMask,
-    LowerTriangularFromBottomRightMask,
-    LowerTriangularMask,
-    LowerTriangularMaskWithTensorBias,
-)
+from sdx_kernels import ops
 from sdx_kernels.errors import InvalidInputs, KernelError, LaunchRefused, UnsupportedInputs
-from sdx_kernels.ops import (
-    attend,
-    choose,
-    explain,
-    memory_efficient_attention,
-    memory_efficient_attention_forward,
-    memory_efficient_attention_forward_requires_grad,
-)
+from sdx_kernels.ops import *  # noqa: F403
 from sdx_kernels.registry import Choice, count, launches
 
 __all__ = [
-    "AttentionBias",
-    "BlockDiagonalCausalMask",
-    "BlockDiagonalMask",
     "Choice",
     "InvalidInputs",
     "KernelError",
-    "KeyPaddingMask",
     "LaunchRefused",
-    "LowerTriangularFromBottomRightMask",
-    "LowerTriangularMask",
-    "LowerTriangularMaskWithTensorBias",
     "UnsupportedInputs",
-    "attend",
-    "choose",
     "count",
-    "explain",
     "launches",
-    "memory_efficient_attention",
-    "memory_efficient_attention_forward",
-    "memory_efficient_attention_forward_requires_grad",
 ]
+__all__ += ops.__all__

@@ -363,6 +363,7 @@ class BlockDiagonalCausalMask(BlockDiagonalMask):
         return Band(right=0)
 
 
+@dataclass(frozen=True)
 class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
     """Packed sequences, each causal (bottom-right): its last query attends all its keys."""
 

@@ -4,22 +4,29 @@ It knows shapes, dtypes and devices; it must not know which implementation will 
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from sdx_kernels import target
 from sdx_kernels.bias import (
     AttentionBias,
+    Band,
+    BlockDiagonalMask,
     KeyPaddingMask,
+    LocalAttentionFromBottomRightMask,
     LowerTriangularMask,
     LowerTriangularMaskWithTensorBias,
+    Packed,
 )
 from sdx_kernels.errors import InvalidInputs
 
-__all__ = ["AttentionInputs", "Dropout", "Signature", "attention_inputs"]
+__all__ = ["AttentionInputs", "Dropout", "Signature", "attention_inputs", "settled_inputs"]
 
 LAYOUT = "[batch, seq, heads, dim]"
+
+#: structures that say all they mean by their band and their packed sequences
+_PLAIN_STRUCTURES = (LowerTriangularMask, LocalAttentionFromBottomRightMask, BlockDiagonalMask)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -40,10 +47,17 @@ class Dropout:
 class Signature:
     """Everything that selection may depend on; hashable, so that a choice is made once.
 
-    `bias` is "none", "float" or "bool" for the dense part, `structure` the class name of a
-    structural mask ("" for none), `causal` whether it is a triangle, `grad` whether a gradient may
-    be asked for, `lse` whether the rows' log-sum-exp is, and `explicit` whether the caller named
-    the implementation.
+    Attributes:
+        bias: "none", "float" or "bool" for the dense part.
+        structure: class name of a structural mask, "" for none.
+        band: "" for no band, "causal" (no key after the diagonal) or "local" (any other).
+        packed: whether one batch item holds several sequences.
+        key_mask: whether some keys of a batch item may not exist.
+        foreign: whether the structure is a caller's own class, known by its dense mask only.
+        grad: whether a gradient may be asked for; bias_grad: also for the bias.
+        lse: whether the rows' log-sum-exp is returned.
+        explicit: whether the caller named the implementation.
+        interpreting: whether Triton would interpret kernels on the CPU.
     """
 
     target: target.Target
@@ -59,7 +73,10 @@ class Signature:
     bias: str = "none"
     bias_dtype: torch.dtype | None = None
     structure: str = ""
-    causal: bool = False
+    band: str = ""
+    packed: bool = False
+    key_mask: bool = False
+    foreign: bool = False
     grad: bool = False
     bias_grad: bool = False
     dropout: float = 0.0
@@ -83,8 +100,11 @@ class AttentionInputs:
         key: `[B, Mk, Hk, K]`, H a multiple of Hk; query head h reads key head h // (H // Hk).
         value: `[B, Mk, Hk, Kv]`.
         bias: dense float or bool tensor `[B|1, H|1, Mq|1, Mk|1]`, or None.
-        structure: structural mask (any subclass), or None.
-        p: dropout probability.
+        band: keys that a query may attend, or None.
+        packed: sequences within a batch of one, or None.
+        key_mask: bool `[B, Mk]`, True = the key exists, or None.
+        allowed: bool `[B|1, H|1, Mq|1, Mk|1]` of a caller's own structure, or None.
+        dropout: which weights are dropped, or None.
         scale: factor of the scores.
         output_dtype: dtype of the result.
         shape: shape of the result in the caller's layout.
@@ -96,8 +116,11 @@ class AttentionInputs:
     key: torch.Tensor
     value: torch.Tensor
     bias: torch.Tensor | None
-    structure: AttentionBias | None
-    p: float
+    band: Band | None
+    packed: Packed | None
+    key_mask: torch.Tensor | None
+    allowed: torch.Tensor | None
+    dropout: Dropout | None
     scale: float
     output_dtype: torch.dtype
     shape: tuple[int, ...]
@@ -117,7 +140,7 @@ class AttentionInputs:
         return [
             *lines,
             f"{'attn_bias':<12}: {self.bias_type}",
-            f"{'p':<12}: {self.p}",
+            f"{'p':<12}: {self.signature.dropout}",
         ]
 
 
@@ -234,17 +257,16 @@ def attention_inputs(
         InvalidInputs: shapes, dtypes, devices or `p` that no implementation could take.
     """
     bias_type = type(attn_bias)
+    structure = attn_bias if isinstance(attn_bias, AttentionBias) else None
     dense: torch.Tensor | None = None
-    structure: AttentionBias | None = None
+    key_mask: torch.Tensor | None = None
     if isinstance(attn_bias, KeyPaddingMask):
-        dense = attn_bias.mask[:, None, None, :]
+        key_mask = attn_bias.mask
     elif isinstance(attn_bias, LowerTriangularMaskWithTensorBias):
-        dense, structure = attn_bias.bias, attn_bias
-    elif isinstance(attn_bias, AttentionBias):
-        structure = attn_bias
+        dense = attn_bias.bias
     elif isinstance(attn_bias, torch.Tensor):
         dense = attn_bias
-    elif attn_bias is not None:
+    elif attn_bias is not None and structure is None:
         raise InvalidInputs(
             f"attn_bias of {bias_type}: pass None, a tensor or one of sdx_kernels' bias classes"
         )
@@ -255,7 +277,8 @@ def attention_inputs(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, torch.Tensor):
             raise InvalidInputs(f"{name} is a {type(tensor).__name__}, not a torch.Tensor")
-    _same_device({"query": query, "key": key, "value": value, "attn_bias": dense})
+    mask = key_mask if dense is None else dense
+    _same_device({"query": query, "key": key, "value": value, "attn_bias": mask})
     groups = tuple(query.shape[2:4])
     rank = query.dim()
     query, key, value, shape = _bmhk(query, key, value)
@@ -263,22 +286,89 @@ def attention_inputs(
     scores = (batch, heads, queries, key.shape[1])
     if dense is not None:
         dense = _dense_bias(dense, rank, groups, scores)
-    if structure is not None and not isinstance(structure, LowerTriangularMask):
-        structure.allowed(scores, "meta")
+    if key_mask is not None:
+        key_mask = _key_mask(key_mask, batch, key.shape[1])
+    packed, allowed = _structure(structure, scores, query.device)
     dtype = _compute_dtype((query, key, value))
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if isinstance(attn_bias, KeyPaddingMask):
-        exists = attn_bias.mask[:, :, None, None]
-        key, value = torch.where(exists, key, 0), torch.where(exists, value, 0)
-    grad = torch.is_grad_enabled()
-    bias_grad = grad and dense is not None and dense.requires_grad
     if scale is None:
         scale = head_dim**-0.5 if head_dim else 1.0
-    kind = "none" if dense is None else "bool" if dense.dtype == torch.bool else "float"
+    inputs = settled_inputs(
+        query,
+        key,
+        value,
+        dense,
+        band=structure.band if structure is not None and allowed is None else None,
+        packed=packed,
+        key_mask=key_mask,
+        allowed=allowed,
+        scale=float(scale),
+        output_dtype=output_dtype or dtype,
+        p=float(p),
+        lse=lse,
+        explicit=explicit,
+        structure="" if structure is None else type(structure).__name__,
+    )
+    return replace(inputs, shape=shape, bias_type=bias_type)
+
+
+def _key_mask(mask: torch.Tensor, batch: int, keys: int) -> torch.Tensor:
+    if mask.shape[0] not in (1, batch) or mask.shape[1] != keys:
+        raise InvalidInputs(
+            f"KeyPaddingMask of shape {tuple(mask.shape)} does not fit (batch, keys) = "
+            f"{(batch, keys)}"
+        )
+    return mask.expand(batch, keys)
+
+
+def _structure(
+    structure: AttentionBias | None, scores: tuple[int, int, int, int], device: torch.device
+) -> tuple[Packed | None, torch.Tensor | None]:
+    """Packed sequences of a structure, or the dense mask of one that is not ours."""
+    if structure is None or isinstance(structure, KeyPaddingMask):
+        return None, None
+    plain = any(type(structure).allowed is known.allowed for known in _PLAIN_STRUCTURES)
+    if not plain:
+        allowed = structure.allowed(scores, device)
+        return None, allowed[(None,) * (4 - allowed.dim())]
+    if not isinstance(structure, BlockDiagonalMask):
+        return None, None
+    if scores[0] != 1:
+        raise InvalidInputs(
+            f"{type(structure).__name__} parts the length of a batch of one; got a batch of "
+            f"{scores[0]}: pack the items along the length"
+        )
+    structure.check(scores[2], scores[3])
+    return structure.packed(device), None
+
+
+def settled_inputs(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    scale: float,
+    output_dtype: torch.dtype,
+    band: Band | None = None,
+    packed: Packed | None = None,
+    key_mask: torch.Tensor | None = None,
+    allowed: torch.Tensor | None = None,
+    dropout: Dropout | None = None,
+    p: float = 0.0,
+    lse: bool = False,
+    explicit: bool = False,
+    structure: str = "",
+) -> AttentionInputs:
+    """Inputs that are checked and converted already, with the signature that describes them."""
+    batch, queries, heads, head_dim = query.shape
+    grad = torch.is_grad_enabled()
+    bias_grad = grad and bias is not None and bias.requires_grad
+    causal = band is not None and band.left is None and band.right == 0
     signature = Signature(
         target=target.of(query.device),
-        dtype=dtype,
-        output_dtype=output_dtype or dtype,
+        dtype=query.dtype,
+        output_dtype=output_dtype,
         batch=batch,
         queries=queries,
         keys=key.shape[1],
@@ -286,27 +376,34 @@ def attention_inputs(
         key_heads=key.shape[2],
         head_dim=head_dim,
         value_dim=value.shape[3],
-        bias=kind,
-        bias_dtype=None if dense is None else dense.dtype,
-        structure="" if structure is None else type(structure).__name__,
-        causal=isinstance(structure, LowerTriangularMask) and structure.band.left is None,
+        bias="none" if bias is None else "bool" if bias.dtype == torch.bool else "float",
+        bias_dtype=None if bias is None else bias.dtype,
+        structure=structure,
+        band="" if band is None else "causal" if causal else "local",
+        packed=packed is not None,
+        key_mask=key_mask is not None,
+        foreign=allowed is not None,
         grad=bias_grad or (grad and any(t.requires_grad for t in (query, key, value))),
         bias_grad=bias_grad,
-        dropout=float(p),
+        dropout=p,
         lse=lse,
         explicit=explicit,
         interpreting=target.interpreting(),
     )
+    shape = (batch, queries, heads, value.shape[3])
     return AttentionInputs(
         query,
         key,
         value,
-        dense,
-        structure,
-        float(p),
-        float(scale),
-        signature.output_dtype,
+        bias,
+        band,
+        packed,
+        key_mask,
+        allowed,
+        dropout,
+        scale,
+        output_dtype,
         shape,
-        bias_type,
+        type(bias),
         signature,
     )

@@ -7,11 +7,11 @@ import collections
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from sdx_kernels.checks import AttentionInputs, Signature
+from sdx_kernels.checks import Signature
 from sdx_kernels.errors import InvalidInputs, UnsupportedInputs
 
 __all__ = ["TOLERANCE", "Choice", "Impl", "Operator", "count", "launches"]
@@ -58,7 +58,7 @@ class Impl:
     name: str
     priority: int
     reasons: Callable[[Signature], list[str]]
-    run: Callable[[AttentionInputs], Any]
+    run: Callable[[Any], Any]
     plain: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor] | None = None
     differentiable: bool = False
     tolerance: Tolerance = field(default_factory=dict)
@@ -69,13 +69,28 @@ class Impl:
 Preference = Callable[[Signature], tuple[tuple[str, ...], str]]
 
 
+def _no_preference(signature: Signature) -> tuple[tuple[str, ...], str]:
+    return (), ""
+
+
+class Described(Protocol):
+    """An operator's inputs, as far as selection and its messages look at them."""
+
+    @property
+    def signature(self) -> Signature: ...
+
+    def describe(self) -> list[str]:
+        """One line per argument, for error messages."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Operator:
     """An operator's implementations and the rule that orders them."""
 
     name: str
     implementations: tuple[Impl, ...]
-    prefer: Preference
+    prefer: Preference = _no_preference
 
     def names(self) -> list[str]:
         """All implementation names, automatic ones first, by priority."""
@@ -108,7 +123,7 @@ class Operator:
         """
         return _select(self, signature, only)
 
-    def refusal(self, inputs: AttentionInputs, names: list[str], *, explicit: bool) -> str:
+    def refusal(self, inputs: Described, names: list[str], *, explicit: bool) -> str:
         """The error text: inputs, each candidate with all its reasons, the nearest that works."""
         head = (
             f"Operator `{self.name}` does not support inputs:"
@@ -129,7 +144,7 @@ class Operator:
             lines += ["Nearest inputs that would work:", *closest]
         return "\n".join(lines)
 
-    def require(self, inputs: AttentionInputs, only: tuple[str, ...] | None) -> Choice:
+    def require(self, inputs: Described, only: tuple[str, ...] | None) -> Choice:
         """Like `select`, but raises when nothing fits.
 
         Raises:

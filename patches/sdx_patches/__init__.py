@@ -5,11 +5,19 @@ It knows the host libraries' classes; it plans nothing, prints nothing and moves
 
 from typing import Any
 
-from sdx_kernels.ops.attention import allowed_by
+from sdx_kernels.ops.attention_names import allowed_by
 from sdx_kernels.target import triton_status
 from sdx_patches import families
 from sdx_patches.report import Layer
-from sdx_patches.session import EVERYONE, Op, PatchSession, Settings, components, release, site_of
+from sdx_patches.session import (
+    EVERYONE,
+    Op,
+    PatchSession,
+    Settings,
+    components,
+    release_all,
+    site_of,
+)
 
 __all__ = ["EVERYONE", "Layer", "PatchSession", "layers", "owners", "patch", "restore"]
 
@@ -55,9 +63,7 @@ def restore(root: Any, *, owner: str) -> None:
         root: the pipeline or module given to `patch`, or another that shares its models.
         owner: the name given to `patch`; `EVERYONE` stands for all owners.
     """
-    modules = [m for component in components(root).values() for m in component.modules()]
-    for module in reversed(modules):
-        release(module, owner)
+    release_all(root, owner)
 
 
 def owners(root: Any) -> set[str]:

@@ -85,7 +85,7 @@ def _pick(shape: AttentionShape, capability: tuple[int, int]) -> tuple[str, str]
         bias="float" if shape.mask == "bias" else "none",
         bias_dtype=torch.float16 if shape.mask == "bias" else None,
         structure="LowerTriangularMask" if shape.mask == "causal" else "",
-        causal=shape.mask == "causal",
+        band="causal" if shape.mask == "causal" else "",
     )
     choice = OPERATOR.select(signature)
     if choice is None:

@@ -236,10 +236,10 @@ def test_torchs_kernels_as_candidates(op: str) -> None:
 
 
 def test_the_first_compilation_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    from sdx_kernels._triton import attention_fwd
+    from sdx_kernels._triton import attention_launch
 
-    attention_fwd._say_first_use.cache_clear()
-    attention_fwd._steps.clear()
+    attention_launch.say_first_use.cache_clear()
+    attention_launch._steps.clear()
     with caplog.at_level("INFO", logger="sdx_kernels"):
         for head_dim in (24, 56):
             ours(*random_inputs(1, 16, 16, 1, head_dim, dtype=torch.float16, device=GPU))

@@ -1,6 +1,7 @@
 """Gradients against autograd of the fp64 equation, whatever ran forward."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from sdx_kernels import (
     attend,
     memory_efficient_attention,
 )
+from sdx_kernels.checks import Dropout
 from sdx_kernels.reference.attention_chunks import attention_backward, attention_forward, slices
+from sdx_kernels.reference.structures import Structure
 from sdx_kernels.testing import assert_close, random_inputs, reference64
 
 Run = Callable[..., torch.Tensor]
@@ -150,15 +153,16 @@ def test_slices_cover_everything_once_and_give_the_same_result(limit: int) -> No
         seen[items, rows] += 1
     assert torch.equal(seen, torch.ones_like(seen))
     bias, mask = torch.randn(17, 23)[None, None], torch.ones(17, 23, dtype=torch.bool).tril(3)
-    allowed = mask[None, None]
-    whole, lse = attention_forward(q, k, v, scale=0.3, bias=bias, allowed=allowed)
-    parts, part_lse = attention_forward(q, k, v, scale=0.3, bias=bias, allowed=allowed, limit=limit)
+    structure = Structure(allowed=mask[None, None], dropout=Dropout(0.2, torch.tensor([5])))
+    arguments: dict[str, Any] = {"scale": 0.3, "bias": bias, "structure": structure}
+    whole, lse = attention_forward(q, k, v, **arguments)
+    parts, part_lse = attention_forward(q, k, v, **arguments, limit=limit)
     assert (whole - parts).abs().max() < 1e-12
     assert (lse - part_lse).abs().max() < 1e-12
     grad = torch.randn_like(whole)
-    arguments = {"scale": 0.3, "bias": bias, "bias_grad": True, "allowed": allowed}
-    one = attention_backward(grad, q, k, v, **arguments)  # type: ignore[arg-type]
-    many = attention_backward(grad, q, k, v, **arguments, limit=limit)  # type: ignore[arg-type]
+    arguments |= {"bias_grad": True, "lse_grad": torch.randn_like(lse)}
+    one = attention_backward(grad, q, k, v, **arguments)
+    many = attention_backward(grad, q, k, v, **arguments, limit=limit)
     for a, b in zip(one, many, strict=True):
         assert a is not None
         assert b is not None

@@ -100,7 +100,7 @@ def test_case_045_a_refused_launch_goes_on_with_a_smaller_tile(
 ) -> None:
     from triton.runtime.errors import OutOfResources
 
-    from sdx_kernels._triton import attention_fwd
+    from sdx_kernels._triton import attention_fwd, attention_launch
 
     tried: list[int] = []
     allowed = 0
@@ -117,7 +117,7 @@ def test_case_045_a_refused_launch_goes_on_with_a_smaller_tile(
 
     real = attention_fwd.attention_fwd_kernel
     monkeypatch.setattr(attention_fwd, "attention_fwd_kernel", Kernel())
-    monkeypatch.setattr(attention_fwd, "_steps", {})
+    monkeypatch.setattr(attention_launch, "_steps", {})
     inputs = random_inputs(1, 20, 200, 1, 64, dtype=torch.float16)
     ladder = ladder_for((8, 0), 64, 64, torch.float16, 200)
     assert len(ladder) > 2
@@ -131,7 +131,7 @@ def test_case_045_a_refused_launch_goes_on_with_a_smaller_tile(
 
     # nothing fits: the next implementation serves the call, and the choice says why
     tried.clear()
-    attention_fwd._steps.clear()
+    attention_launch._steps.clear()
     refusals = 10**6
     masked = torch.ones(20, 200, dtype=torch.bool)
     monkeypatch.setattr("sdx_kernels.ops.attention.allowed_by", lambda op: ("triton", "reference"))

@@ -94,7 +94,7 @@ def compile_attention(
         value_dim=head_dim,
         dtype=dtype,
         bias=bias,
-        causal=causal,
+        upper=causal,
         with_lse=with_lse,
     )
     element = _TYPES[dtype]

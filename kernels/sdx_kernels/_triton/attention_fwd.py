@@ -5,10 +5,6 @@ hostile: int64 before any stride is multiplied, a mask on every edge.
 """
 
 import contextlib
-import functools
-import logging
-import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,47 +12,72 @@ import triton
 import triton.language as tl
 
 from sdx_kernels import target
-from sdx_kernels.errors import LaunchRefused
-from sdx_kernels.tuning.attention import MAX_AUTOMATIC_FP32_DIM, AttentionConfig, padded
+from sdx_kernels._triton.attention_launch import (
+    LN2,
+    LOG2E,
+    band_bounds,
+    dropout_draw,
+    reach,
+    run_ladder,
+)
+from sdx_kernels._triton.attention_parts import band_range, dropout_keep, load_rows
+from sdx_kernels.bias import Band, Packed
+from sdx_kernels.checks import Dropout
+from sdx_kernels.tuning.attention import MAX_AUTOMATIC_FP32_DIM, AttentionConfig, split
 
 __all__ = ["attention_fwd_kernel", "constants_for", "grid_for", "launch_attention_fwd"]
-
-_log = logging.getLogger("sdx_kernels")
-
-LOG2E = math.log2(math.e)
-LN2 = math.log(2.0)
-
-#: first step of a ladder that launched, by what decides it; saves refused attempts
-_steps: dict[tuple[object, ...], int] = {}
 
 
 @triton.jit
 def _keys_loop(
-    acc, l_i, m_i, q, k_head, v_head, bias_head, k_offs, v_offs, bias_offs,
-    k_stride_n, v_stride_n, bias_stride_n,
-    offs_m, offs_n, offs_d, offs_dv, start, end, scale, Mq, Mk, causal_offset,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    BIAS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
-    LOG2E: tl.constexpr,
+    acc, acc_2, l_i, m_i, q, q_2, k_head, v_head, bias_head, exists_head,
+    k_stride_n, v_stride_n, bias_stride_m, bias_stride_n, exists_stride_n,
+    start, end, gap, jump, offs_m, diagonal, left, right, scale, Mq, Mk, seed, place, threshold,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D_2: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_DV_2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BIAS: tl.constexpr, KEY_MASK: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr,
+    DROPOUT: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
-    """Runs key tiles start…end; EDGE tiles test every key against length and diagonal."""
-    FULL_D: tl.constexpr = q.shape[1] == D
-    FULL_DV: tl.constexpr = acc.shape[1] == DV
-    for n in range(start, end, BLOCK_N):
+    """Runs the key tiles start…end; those from `gap` on lie `jump` keys further.
+
+    EDGE tiles test every key against length, key mask and band. Channels come as one power of two
+    or as two (then the _2 arguments count).
+    """
+    BAND: tl.constexpr = LOWER or UPPER
+    FULL_D: tl.constexpr = BLOCK_D <= D
+    FULL_D_2: tl.constexpr = BLOCK_D + BLOCK_D_2 == D
+    FULL_DV: tl.constexpr = BLOCK_DV <= DV
+    FULL_DV_2: tl.constexpr = BLOCK_DV + BLOCK_DV_2 == DV
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    k_offs = offs_n[:, None] * k_stride_n + offs_d[None, :]
+    v_offs = offs_n[:, None] * v_stride_n + offs_dv[None, :]
+    for step in range(start, end, BLOCK_N):
+        n = step
+        if EDGE and LOWER:
+            n = tl.where(step < gap, step, step + jump)
         here = n + offs_n
         # one 64-bit scalar a tile and 32-bit offsets in it: 64-bit offset tensors cost registers
         first = tl.full((), 0, tl.int64) + n
-        k_ptrs = k_head + first * k_stride_n + k_offs
-        v_ptrs = v_head + first * v_stride_n + v_offs
+        k_tile = k_head + first * k_stride_n
+        v_tile = v_head + first * v_stride_n
+        exists = here < Mk
+        if KEY_MASK:
+            listed = exists_head + first * exists_stride_n + offs_n * exists_stride_n
+            exists = exists & (tl.load(listed, mask=exists, other=0) != 0)
         # [BLOCK_N, BLOCK_D]
-        if EDGE:
-            k = tl.load(k_ptrs, mask=(here[:, None] < Mk) & (offs_d[None, :] < D), other=0.0)
-        elif FULL_D:
-            k = tl.load(k_ptrs)
-        else:
-            k = tl.load(k_ptrs, mask=offs_d[None, :] < D, other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        k = load_rows(k_tile + k_offs, exists, offs_d, D, FULL_D, EDGE)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if BLOCK_D_2 > 0:
+            offs_d_2 = BLOCK_D + tl.arange(0, BLOCK_D_2)
+            k_offs_2 = offs_n[:, None] * k_stride_n + offs_d_2[None, :]
+            k_2 = load_rows(k_tile + k_offs_2, exists, offs_d_2, D, FULL_D_2, EDGE)
+            s = tl.dot(q_2, tl.trans(k_2), s, input_precision=PRECISION)
+        s = s * scale
         if BIAS != 0:
+            local_m = tl.arange(0, BLOCK_M)
+            bias_offs = local_m[:, None] * bias_stride_m + offs_n[None, :] * bias_stride_n
             inside = (offs_m[:, None] < Mq) & (here[None, :] < Mk)
             b = tl.load(bias_head + first * bias_stride_n + bias_offs, mask=inside, other=0)
             if BIAS == 2:
@@ -65,13 +86,15 @@ def _keys_loop(
             else:
                 s += b.to(tl.float32)
         if EDGE:
-            allowed = here[None, :] < Mk
-            if CAUSAL:
-                allowed = allowed & (here[None, :] <= offs_m[:, None] + causal_offset)
+            allowed = exists[None, :]
+            if LOWER:
+                allowed = allowed & (here[None, :] >= (diagonal - left)[:, None])
+            if UPPER:
+                allowed = allowed & (here[None, :] <= (diagonal + right)[:, None])
             s = tl.where(allowed, s, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(s, 1))
         reference = m_new
-        if BIAS != 0 or CAUSAL:
+        if BIAS != 0 or BAND or KEY_MASK:
             # a row that has attended nothing yet: −inf − −inf would be NaN
             reference = tl.where(m_new == float("-inf"), 0.0, m_new)
         if BIAS != 0:
@@ -82,113 +105,175 @@ def _keys_loop(
             p = tl.math.exp2(s - reference[:, None])
             alpha = tl.math.exp2(m_i - reference)
         l_i = l_i * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None]
+        m_i = m_new
+        if DROPOUT:
+            p = tl.where(dropout_keep(seed, place, offs_m, here, threshold), p, 0.0)
         # [BLOCK_N, BLOCK_DV]
-        if EDGE:
-            v = tl.load(v_ptrs, mask=(here[:, None] < Mk) & (offs_dv[None, :] < DV), other=0.0)
-        elif FULL_DV:
-            v = tl.load(v_ptrs)
-        else:
-            v = tl.load(v_ptrs, mask=offs_dv[None, :] < DV, other=0.0)
-        if EDGE and CAUSAL:
-            # 0 · NaN is NaN: a key beyond the diagonal must not reach rows that exclude it
+        v = load_rows(v_tile + v_offs, exists, offs_dv, DV, FULL_DV, EDGE)
+        if BLOCK_DV_2 > 0:
+            offs_dv_2 = BLOCK_DV + tl.arange(0, BLOCK_DV_2)
+            v_offs_2 = offs_n[:, None] * v_stride_n + offs_dv_2[None, :]
+            v_2 = load_rows(v_tile + v_offs_2, exists, offs_dv_2, DV, FULL_DV_2, EDGE)
+        if EDGE and BAND:
+            # 0 · NaN is NaN: a key outside the band must not reach rows that exclude it
             tame = tl.abs(v.to(tl.float32)) < float("inf")
             wild = tl.max(tl.where(tame, 0, 1), 1)
             v = tl.where(tame, v, tl.zeros_like(v))
+            if BLOCK_DV_2 > 0:
+                tame_2 = tl.abs(v_2.to(tl.float32)) < float("inf")
+                wild = tl.maximum(wild, tl.max(tl.where(tame_2, 0, 1), 1))
+                v_2 = tl.where(tame_2, v_2, tl.zeros_like(v_2))
             hit = tl.max(tl.where(allowed & (wild[None, :] != 0), 1, 0), 1)
-            l_i = tl.where(hit != 0, float("nan"), l_i)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-        m_i = m_new
-    return acc, l_i, m_i
+            alpha = tl.where(hit != 0, float("nan"), alpha)
+        weights = p.to(v.dtype)
+        acc = tl.dot(weights, v, acc * alpha[:, None], input_precision=PRECISION)
+        if BLOCK_DV_2 > 0:
+            acc_2 = tl.dot(weights, v_2, acc_2 * alpha[:, None], input_precision=PRECISION)
+    return acc, acc_2, l_i, m_i
 
 
 # lengths and offsets are never specialised: a new picture size must not compile anything
 @triton.jit(
     do_not_specialize=[
-        "H", "group", "Mq", "Mk", "causal_offset", "bias_stride_b", "bias_stride_h",
+        "H", "group", "Mq", "Mk", "longest", "left", "right", "from_end", "threshold",
+        "bias_stride_b", "bias_stride_h", "exists_stride_b",
     ]
 )  # fmt: skip
 def attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_ptr, scale,
+    q_ptr, k_ptr, v_ptr, bias_ptr, exists_ptr, seed_ptr, query_starts_ptr, key_starts_ptr,
+    out_ptr, lse_ptr, scale, rescale,
     q_stride_b, q_stride_m, q_stride_h,
     k_stride_b, k_stride_n, k_stride_h,
     v_stride_b, v_stride_n, v_stride_h,
     bias_stride_b, bias_stride_h, bias_stride_m, bias_stride_n,
+    exists_stride_b, exists_stride_n,
     out_stride_b, out_stride_m, out_stride_h,
-    H, group, Mq, Mk, causal_offset,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BIAS: tl.constexpr, CAUSAL: tl.constexpr, WRITE_LSE: tl.constexpr,
+    H, group, Mq, Mk, longest, left, right, from_end, threshold,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D_2: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_DV_2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BIAS: tl.constexpr, KEY_MASK: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr,
+    PACKED: tl.constexpr, DROPOUT: tl.constexpr, WRITE_LSE: tl.constexpr,
     PRECISION: tl.constexpr, LOG2E: tl.constexpr, LN2: tl.constexpr,
 ):  # fmt: skip
-    """out[b, m, h] = softmax(scale · q[b, m, h] · k[b, :, h // group]ᵀ + bias) · v.
+    """out[b, m, h] = dropped(softmax(scale · q[b, m, h] · k[b, :, h // group]ᵀ + bias)) · v.
 
     BIAS: 0 none, 1 float, 2 bool as uint8. Without a bias `scale` holds the factor log2(e) already.
-    Scores, sums and accumulator are fp32; the scale never multiplies a 16-bit value.
+    PACKED: b counts sequences, whose rows begin at query_starts and key_starts; `longest` is the
+    most queries of one, Mq and Mk those of all. `rescale` is 1 / (1 − p) of dropout.
+    Scores, sums and accumulators are fp32; the scale never multiplies a 16-bit value.
     """
     pid = tl.program_id(0)
-    tiles = tl.cdiv(Mq, BLOCK_M)
+    tiles = tl.cdiv(longest, BLOCK_M)
     head = pid // tiles
     local_m = tl.arange(0, BLOCK_M)
-    offs_m = (pid % tiles) * BLOCK_M + local_m
-    offs_n = tl.arange(0, BLOCK_N)
+    tile_m = (pid % tiles) * BLOCK_M
+    offs_m = tile_m + local_m
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
     b = (head // H).to(tl.int64)
     h = (head % H).to(tl.int64)
     kv_h = h // group
-    tile_row = (pid % tiles).to(tl.int64) * BLOCK_M
-
-    q_head = q_ptr + b * q_stride_b + h * q_stride_h + tile_row * q_stride_m
-    q_ptrs = q_head + local_m[:, None] * q_stride_m + offs_d[None, :]
-    q = tl.load(q_ptrs, mask=(offs_m[:, None] < Mq) & (offs_d[None, :] < D), other=0.0)
-    k_head = k_ptr + b * k_stride_b + kv_h * k_stride_h
-    k_offs = offs_n[:, None] * k_stride_n + offs_d[None, :]
-    v_head = v_ptr + b * v_stride_b + kv_h * v_stride_h
-    v_offs = offs_n[:, None] * v_stride_n + offs_dv[None, :]
+    tile_row = tile_m.to(tl.int64)
+    k_head = k_ptr + kv_h * k_stride_h
+    v_head = v_ptr + kv_h * v_stride_h
+    lse_head = lse_ptr + head.to(tl.int64) * Mq
+    if PACKED:
+        query_start = tl.load(query_starts_ptr + b).to(tl.int64)
+        key_start = tl.load(key_starts_ptr + b).to(tl.int64)
+        k_head += key_start * k_stride_n
+        v_head += key_start * v_stride_n
+        lse_head = lse_ptr + h * Mq + query_start
+        Mq = (tl.load(query_starts_ptr + b + 1) - query_start).to(tl.int32)
+        Mk = (tl.load(key_starts_ptr + b + 1) - key_start).to(tl.int32)
+        # a tile beyond its sequence runs no keys and stores nothing
+        Mk = tl.where(tile_m < Mq, Mk, 0)
+        q_row = query_start + tile_row
+        q_head = q_ptr + h * q_stride_h + q_row * q_stride_m
+        out_head = out_ptr + h * out_stride_h + q_row * out_stride_m
+    else:
+        k_head += b * k_stride_b
+        v_head += b * v_stride_b
+        q_head = q_ptr + b * q_stride_b + h * q_stride_h + tile_row * q_stride_m
+        out_head = out_ptr + b * out_stride_b + h * out_stride_h + tile_row * out_stride_m
     bias_head = bias_ptr + b * bias_stride_b + h * bias_stride_h + tile_row * bias_stride_m
-    bias_offs = local_m[:, None] * bias_stride_m + offs_n[None, :] * bias_stride_n
+    exists_head = exists_ptr + b * exists_stride_b
+    seed = 0
+    if DROPOUT:
+        seed = tl.load(seed_ptr)
 
+    rows = local_m.to(tl.int64)[:, None]
+    inside = offs_m < Mq
+    q_ptrs = q_head + rows * q_stride_m
+    q = load_rows(q_ptrs + offs_d[None, :], inside, offs_d, D, BLOCK_D <= D, True)
+    q_2 = 0
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    acc_2 = 0
+    if BLOCK_D_2 > 0:
+        offs_d_2 = BLOCK_D + tl.arange(0, BLOCK_D_2)
+        q_2 = load_rows(q_ptrs + offs_d_2[None, :], inside, offs_d_2, D, False, True)
+    if BLOCK_DV_2 > 0:
+        acc_2 = tl.zeros((BLOCK_M, BLOCK_DV_2), tl.float32)
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-    # tiles below `inner` need no test; tiles from `end` on are read by no row of this tile
-    end = Mk
-    inner = (Mk // BLOCK_N) * BLOCK_N
-    if CAUSAL:
-        first = (pid % tiles) * BLOCK_M + causal_offset
-        end = tl.maximum(0, tl.minimum(Mk, first + BLOCK_M))
-        inner = tl.minimum(inner, (tl.maximum(0, first + 1) // BLOCK_N) * BLOCK_N)
-    acc, l_i, m_i = _keys_loop(
-        acc, l_i, m_i, q, k_head, v_head, bias_head, k_offs, v_offs, bias_offs,
-        k_stride_n, v_stride_n, bias_stride_n,
-        offs_m, offs_n, offs_d, offs_dv, 0, inner, scale, Mq, Mk, causal_offset,
-        D, DV, BLOCK_N, BIAS, CAUSAL, False, PRECISION, LOG2E,
-    )  # fmt: skip
-    acc, l_i, m_i = _keys_loop(
-        acc, l_i, m_i, q, k_head, v_head, bias_head, k_offs, v_offs, bias_offs,
-        k_stride_n, v_stride_n, bias_stride_n,
-        offs_m, offs_n, offs_d, offs_dv, inner, end, scale, Mq, Mk, causal_offset,
-        D, DV, BLOCK_N, BIAS, CAUSAL, True, PRECISION, LOG2E,
+    shift = from_end * (Mk - Mq)
+    last = tl.minimum(tile_m + BLOCK_M, Mq) - 1
+    begin, inner, inner_end, end = band_range(
+        tile_m, last, Mk, shift, left, right, LOWER, UPPER, BLOCK_N
+    )
+    if KEY_MASK:
+        # any tile may lack a key
+        inner_end = inner
+    else:
+        acc, acc_2, l_i, m_i = _keys_loop(
+            acc, acc_2, l_i, m_i, q, q_2, k_head, v_head, bias_head, exists_head,
+            k_stride_n, v_stride_n, bias_stride_m, bias_stride_n, exists_stride_n,
+            inner, inner_end, 0, 0, offs_m, offs_m + shift, left, right, scale, Mq, Mk,
+            seed, head, threshold, D, DV, BLOCK_D, BLOCK_D_2, BLOCK_DV, BLOCK_DV_2,
+            BLOCK_M, BLOCK_N, BIAS, KEY_MASK, LOWER, UPPER, DROPOUT, False, PRECISION, LOG2E,
+        )  # fmt: skip
+    # the tiles before the whole ones and those after them, in one loop
+    jump = inner_end - inner
+    start = begin
+    if not LOWER:
+        start = inner_end
+        jump = 0
+    acc, acc_2, l_i, m_i = _keys_loop(
+        acc, acc_2, l_i, m_i, q, q_2, k_head, v_head, bias_head, exists_head,
+        k_stride_n, v_stride_n, bias_stride_m, bias_stride_n, exists_stride_n,
+        start, end - jump, inner, jump, offs_m, offs_m + shift, left, right, scale, Mq, Mk,
+        seed, head, threshold, D, DV, BLOCK_D, BLOCK_D_2, BLOCK_DV, BLOCK_DV_2,
+        BLOCK_M, BLOCK_N, BIAS, KEY_MASK, LOWER, UPPER, DROPOUT, True, PRECISION, LOG2E,
     )  # fmt: skip
 
     # a row with nothing to attend has l = 0 and acc = 0, and gives exactly 0
     out = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
-    out_head = out_ptr + b * out_stride_b + h * out_stride_h + tile_row * out_stride_m
-    out_ptrs = out_head + local_m[:, None] * out_stride_m + offs_dv[None, :]
-    inside = (offs_m[:, None] < Mq) & (offs_dv[None, :] < DV)
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=inside)
+    if DROPOUT:
+        out = out * rescale
+    out_ptrs = out_head + rows * out_stride_m
+    kept = inside[:, None] & (offs_dv[None, :] < DV)
+    tl.store(out_ptrs + offs_dv[None, :], out.to(out_ptr.dtype.element_ty), mask=kept)
+    if BLOCK_DV_2 > 0:
+        offs_dv_2 = BLOCK_DV + tl.arange(0, BLOCK_DV_2)
+        out_2 = acc_2 / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+        if DROPOUT:
+            out_2 = out_2 * rescale
+        kept_2 = inside[:, None] & (offs_dv_2[None, :] < DV)
+        tl.store(out_ptrs + offs_dv_2[None, :], out_2.to(out_ptr.dtype.element_ty), mask=kept_2)
     if WRITE_LSE:
         # m is -inf where l is 0, and log2(1) leaves it so
         log2_l = tl.math.log2(tl.where(l_i == 0.0, 1.0, l_i))
         lse = m_i + log2_l * LN2 if BIAS != 0 else (m_i + log2_l) * LN2
-        lse_ptrs = lse_ptr + head.to(tl.int64) * Mq + offs_m
-        tl.store(lse_ptrs, lse, mask=offs_m < Mq)
+        tl.store(lse_head + offs_m, lse, mask=inside)
 
 
-def grid_for(batch: int, heads: int, queries: int, block_m: int) -> tuple[int, int, int]:
-    """Launch grid: everything on x (limit 2³¹ − 1), since y and z end at 65,535."""
-    return batch * heads * -(-queries // block_m), 1, 1
+def grid_for(items: int, heads: int, queries: int, block_m: int) -> tuple[int, int, int]:
+    """Launch grid: everything on x (limit 2³¹ − 1), since y and z end at 65,535.
+
+    Args:
+        items: batch items, or packed sequences. heads: of the query.
+        queries: of an item, or of the longest sequence. block_m: query rows a tile.
+    """
+    return items * heads * -(-queries // block_m), 1, 1
 
 
 def constants_for(
@@ -198,19 +283,38 @@ def constants_for(
     value_dim: int,
     dtype: torch.dtype,
     bias: torch.dtype | None,
-    causal: bool,
     with_lse: bool,
+    key_mask: bool = False,
+    lower: bool = False,
+    upper: bool = False,
+    packed: bool = False,
+    dropout: bool = False,
 ) -> dict[str, object]:
-    """The kernel's compile-time arguments; also what the ahead-of-time check compiles."""
+    """The kernel's compile-time arguments; also what the ahead-of-time check compiles.
+
+    Args:
+        config: the launch.
+        head_dim, value_dim, dtype, bias: K, Kv, the inputs' dtype and the bias's (None = none).
+        with_lse, key_mask, packed, dropout: whether there is one.
+        lower, upper: which bounds the band has.
+    """
+    block_d, block_d_2 = split(head_dim, dtype.itemsize)
+    block_dv, block_dv_2 = split(value_dim, dtype.itemsize)
     return {
         "D": head_dim,
         "DV": value_dim,
-        "BLOCK_D": padded(head_dim),
-        "BLOCK_DV": padded(value_dim),
+        "BLOCK_D": block_d,
+        "BLOCK_D_2": block_d_2,
+        "BLOCK_DV": block_dv,
+        "BLOCK_DV_2": block_dv_2,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BIAS": 0 if bias is None else 2 if bias == torch.bool else 1,
-        "CAUSAL": causal,
+        "KEY_MASK": key_mask,
+        "LOWER": lower,
+        "UPPER": upper,
+        "PACKED": packed,
+        "DROPOUT": dropout,
         "WRITE_LSE": with_lse,
         # three tf32 products keep fp32's accuracy on tensor cores, plain tf32 loses 13 bits; over
         # sums of 256 even three lose too much (1.72e-6 where 1.65e-6 is allowed, H200)
@@ -224,42 +328,6 @@ def constants_for(
     }
 
 
-def _reach(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
-    """The tensor, or a dense copy where a tile of 128 steps would overrun 32-bit offsets."""
-    far = any(tensor.shape[dim] > 1 and tensor.stride(dim) * 128 >= 2**31 for dim in dims)
-    return tensor.contiguous() if far else tensor
-
-
-@functools.lru_cache(maxsize=1)
-def _say_first_use() -> None:
-    """Once a process: the seconds that follow are the compiler's, not the picture's."""
-    _log.info(
-        "compiling attention kernels (first use on this card; `sdx-accel doctor --warm` does it "
-        "ahead) …"
-    )
-
-
-def _run_ladder(
-    key: tuple[object, ...],
-    ladder: tuple[AttentionConfig, ...],
-    launch: Callable[[AttentionConfig], None],
-) -> None:
-    """Launches the first step that the driver accepts and remembers it."""
-    if key not in _steps and not target.interpreting():
-        _say_first_use()
-    refusal: Exception | None = None
-    for step in range(_steps.get(key, 0), len(ladder)):
-        try:
-            launch(ladder[step])
-        except triton.runtime.errors.OutOfResources as error:
-            refusal = error
-        else:
-            _steps[key] = step
-            return
-    _steps[key] = len(ladder)
-    raise LaunchRefused(f"no launch configuration of the attention kernel fits: {refusal}")
-
-
 def launch_attention_fwd(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -267,7 +335,10 @@ def launch_attention_fwd(
     bias: torch.Tensor | None,
     *,
     scale: float,
-    causal_offset: int | None,
+    key_mask: torch.Tensor | None = None,
+    band: Band | None = None,
+    packed: Packed | None = None,
+    dropout: Dropout | None = None,
     output_dtype: torch.dtype,
     with_lse: bool,
     ladder: tuple[AttentionConfig, ...],
@@ -278,18 +349,23 @@ def launch_attention_fwd(
         query: `[B, Mq, H, K]`. key: `[B, Mk, Hk, K]`. value: `[B, Mk, Hk, Kv]`; any strides.
         bias: float or bool, broadcastable to `[B, H, Mq, Mk]`; read through its strides.
         scale: factor of the scores.
-        causal_offset: query i attends keys up to i + offset; None = all.
+        key_mask: bool `[B, Mk]`, True = the key exists; others are never read.
+        band: keys around each query's diagonal; others are as if absent. None = all.
+        packed: where the sequences of a batch of one begin; without `bias` and `key_mask`.
+        dropout: which weights are dropped.
         output_dtype: dtype of the output.
-        with_lse: also write the rows' log-sum-exp.
+        with_lse: also write the rows' log-sum-exp (of the softmax before dropout).
         ladder: launch configurations, best first.
 
     Returns:
-        `[B, Mq, H, Kv]` contiguous, and `[B, H, Mq]` fp32 or None.
+        `[B, Mq, H, Kv]` contiguous, and `[B, H, Mq]` fp32 or None. Rows that attend nothing hold
+        0 and −inf.
 
     Raises:
         LaunchRefused: the driver has too few resources for every configuration.
     """
-    query, key, value = _reach(query, 1), _reach(key, 1), _reach(value, 1)
+    # queries are read once, through 64-bit offsets of their rows
+    key, value = reach(key, 1), reach(value, 1)
     batch, queries, heads, head_dim = query.shape
     keys, key_heads, value_dim = key.shape[1], key.shape[2], value.shape[3]
     out = torch.empty((batch, queries, heads, value_dim), dtype=output_dtype, device=query.device)
@@ -298,52 +374,71 @@ def launch_attention_fwd(
         if with_lse
         else None
     )
-    bias_dtype = None if bias is None else bias.dtype
+    items, longest, longest_key = batch, queries, keys
+    if packed is not None:
+        items = packed.query_starts.shape[0] - 1
+        longest, longest_key = packed.longest_query, packed.longest_key
+    if items * heads * longest == 0:
+        return out, lse
+    kinds: dict[str, Any] = {
+        "head_dim": head_dim,
+        "value_dim": value_dim,
+        "dtype": query.dtype,
+        "bias": None if bias is None else bias.dtype,
+        "with_lse": with_lse,
+        "key_mask": key_mask is not None,
+        "lower": band is not None and band.left is not None,
+        "upper": band is not None and band.right is not None,
+        "packed": packed is not None,
+        "dropout": dropout is not None,
+    }
     bias_strides: tuple[int, ...] = (0, 0, 0, 0)
     if bias is not None:
-        bias = _reach(bias, 2, 3).expand(batch, heads, queries, keys)
+        bias = reach(bias, 2, 3).expand(batch, heads, queries, keys)
         bias_strides = bias.stride()
         bias = bias.view(torch.uint8) if bias.dtype == torch.bool else bias
-    causal = causal_offset is not None
+    exists_strides: tuple[int, ...] = (0, 0)
+    if key_mask is not None:
+        key_mask = reach(key_mask, 1)
+        exists_strides = key_mask.stride()
+    threshold, rescale = dropout_draw(dropout)
     kernel: Any = attention_fwd_kernel
 
     def launch(config: AttentionConfig) -> None:
-        constants = constants_for(
-            config,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            dtype=query.dtype,
-            bias=bias_dtype,
-            causal=causal,
-            with_lse=with_lse,
-        )
-        kernel[grid_for(batch, heads, queries, config.block_m)](
+        kernel[grid_for(items, heads, longest, config.block_m)](
             query,
             key,
             value,
             query if bias is None else bias,
+            query if key_mask is None else key_mask.view(torch.uint8),
+            query if dropout is None else dropout.seed,
+            query if packed is None else packed.query_starts,
+            query if packed is None else packed.key_starts,
             out,
             out if lse is None else lse,
             scale if bias is not None else scale * LOG2E,
+            rescale,
             *query.stride()[:3],
             *key.stride()[:3],
             *value.stride()[:3],
             *bias_strides,
+            *exists_strides,
             *out.stride()[:3],
             heads,
             heads // key_heads,
             queries,
             keys,
-            causal_offset or 0,
-            **constants,
+            longest,
+            *band_bounds(band, longest + longest_key),
+            threshold,
+            **constants_for(config, **kinds),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             enable_fp_fusion=True,
         )
 
-    facts = target.of(query.device)
-    step_key = (facts, query.dtype, bias_dtype, head_dim, value_dim, causal, ladder)
+    step_key = (kernel, target.of(query.device), *kinds.values(), ladder)
     on_device = torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext()
     with on_device:
-        _run_ladder(step_key, ladder, launch)
+        run_ladder(step_key, ladder, launch)
     return out, lse

@@ -3,139 +3,62 @@
 It knows how to choose and to differentiate; implementations are in `attention_impls`.
 """
 
-import contextlib
-import os
-from typing import Any
+from dataclasses import replace
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from sdx_kernels.bias import AttentionBias
-from sdx_kernels.checks import AttentionInputs, attention_inputs
-from sdx_kernels.errors import InvalidInputs, LaunchRefused
-from sdx_kernels.ops.attention_impls import OPERATOR, TORCH_NAMES
+from sdx_kernels.checks import AttentionInputs, Dropout, attention_inputs
+from sdx_kernels.errors import LaunchRefused
+from sdx_kernels.ops import attention_library as library
+from sdx_kernels.ops.attention_impls import OPERATOR
 from sdx_kernels.ops.attention_memo import forget, plain_key, recall, remember
-from sdx_kernels.reference.attention_chunks import attention_backward
+from sdx_kernels.ops.attention_names import Op, allowed_by, backward_by
 from sdx_kernels.registry import Choice, Impl, launches
 
-__all__ = [
-    "allowed_by",
-    "attend",
-    "choose",
-    "explain",
-    "memory_efficient_attention",
-    "memory_efficient_attention_forward",
-    "memory_efficient_attention_forward_requires_grad",
-]
+__all__ = ["Bias", "attend", "choose", "explain", "memory_efficient_attention", "run"]
 
-#: None or "auto", "torch", an implementation's name, or an xFormers operator class or pair
-Op = str | type | tuple[type | None, type | None] | None
 Bias = torch.Tensor | AttentionBias | None
 
-#: xFormers' forward operators by their NAME: the torch kernel that each one is
-_XFORMERS_NAMES = {
-    "cutlassF": "sdpa-efficient",
-    "cutlassF-pt": "sdpa-efficient",
-    "fa2F": "sdpa-flash",
-    "fa2F-pt": "sdpa-flash",
-    "flshattF": "sdpa-flash",
-}
+
+def _draw_seed(device: torch.device) -> torch.Tensor:
+    """Drawn on the device from torch's generator: `manual_seed`, checkpointing and CUDA graphs
+    treat it as they treat torch's own dropout."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
-def _switched_off() -> bool:
-    return os.environ.get("SDX_DISABLE", "") not in ("", "0")
-
-
-def allowed_by(op: Op) -> tuple[str, ...] | None:
-    """The implementations that `op` allows; None = all automatic ones.
-
-    Raises:
-        InvalidInputs: `op` is nothing that names an implementation.
-    """
-    if isinstance(op, tuple):
-        op = op[0]
-    if op is None or op == "auto":
-        # the off switch that reaches every model without touching a script
-        return TORCH_NAMES if _switched_off() else None
-    if op == "torch":
-        return TORCH_NAMES
-    if not isinstance(op, (str, type)):
-        raise InvalidInputs(
-            f"op={op!r}: pass None, the name of an implementation or an operator class"
-        )
-    name = op if isinstance(op, str) else str(getattr(op, "NAME", op.__name__))
-    name = _XFORMERS_NAMES.get(name, name)
-    OPERATOR.get(name)
-    return (name,)
-
-
-class _Recomputed(torch.autograd.Function):
-    """Any implementation forward; backward recomputes through the reference in fp32.
-
-    Written without atomics and in a fixed order, so gradients repeat bit for bit.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        bias: torch.Tensor | None,
-        inputs: AttentionInputs,
-        impl: Impl,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(query, key, value, bias)
-        ctx.scale, ctx.structure, ctx.scores = inputs.scale, inputs.structure, inputs.scores_shape
-        out: torch.Tensor = impl.run(inputs)[0]
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, bias = ctx.saved_tensors
-        allowed = None
-        if ctx.structure is not None:
-            allowed = ctx.structure.allowed(ctx.scores, query.device)
-            allowed = allowed[(None,) * (4 - allowed.dim())]
-        grads = attention_backward(
-            grad,
-            query,
-            key,
-            value,
-            scale=ctx.scale,
-            bias=bias,
-            bias_grad=ctx.needs_input_grad[3],
-            allowed=allowed,
-        )
-        return *grads, None, None
-
-
-def _run(impl: Impl, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _run(
+    impl: Impl, inputs: AttentionInputs, backward_by: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     s = inputs.signature
-    if s.grad and not impl.differentiable and s.dropout == 0.0:
-        out = _Recomputed.apply(inputs.query, inputs.key, inputs.value, inputs.bias, inputs, impl)
-        return out, None
+    if not impl.differentiable:
+        if s.dropout > 0.0:
+            inputs = replace(inputs, dropout=Dropout(s.dropout, _draw_seed(inputs.query.device)))
+        if s.grad or torch.compiler.is_compiling():
+            return library.forward(inputs, impl.name, backward_by)
     result: tuple[torch.Tensor, torch.Tensor | None] = impl.run(inputs)
     return result
 
 
-def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    # dtypes are settled by then; autocast would round the reference's fp32 products again
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return contextlib.nullcontext()
-
-
-def _dispatch(
-    inputs: AttentionInputs, only: tuple[str, ...] | None
+def run(
+    inputs: AttentionInputs, only: tuple[str, ...] | None, backward_by: str = ""
 ) -> tuple[torch.Tensor, torch.Tensor | None, Choice]:
+    """Runs checked inputs by the best implementation that the card can launch.
+
+    Args:
+        inputs: from `attention_inputs`.
+        only: names that may run; None = all automatic ones.
+        backward_by: names for the gradients, parted by commas; "" = automatic.
+
+    Returns:
+        The output in the caller's layout, the log-sum-exp where the inputs ask for it, the choice.
+    """
     choice = OPERATOR.require(inputs, only)
     refused: dict[str, tuple[str, ...]] = {}
-    with _without_autocast(inputs.query.device.type):
+    with library.without_autocast(inputs.query.device.type):
         while True:
             try:
-                out, lse = _run(OPERATOR.get(choice.name), inputs)
+                out, lse = _run(OPERATOR.get(choice.name), inputs, backward_by)
             except LaunchRefused as refusal:
                 refused[choice.name] = (str(refusal),)
                 names = only or tuple(i.name for i in OPERATOR.ordered() if i.priority >= 0)
@@ -178,7 +101,7 @@ def attend(
     inputs = attention_inputs(
         query, key, value, attn_bias, p, scale, output_dtype, explicit=only is not None
     )
-    out, _, choice = _dispatch(inputs, only)
+    out, _, choice = run(inputs, only, backward_by(op, only))
     # a call whose tensors had to be converted takes the long way each time
     if known is not None and inputs.query is query and inputs.key is key and inputs.value is value:
         remember(known, inputs.signature, OPERATOR.get(choice.name), choice)
@@ -237,70 +160,6 @@ def memory_efficient_attention(
         UnsupportedInputs: (a NotImplementedError) no implementation takes the inputs.
     """
     return attend(query, key, value, attn_bias, p, scale, op=op, output_dtype=output_dtype)[0]
-
-
-def memory_efficient_attention_forward_requires_grad(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_bias: Bias = None,
-    p: float = 0.0,
-    scale: float | None = None,
-    *,
-    op: Op = None,
-    output_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Forward without autograd that also returns the rows' log-sum-exp.
-
-    Returns:
-        The output, and `[B, H, Mq]` fp32, natural logarithm; −inf for a row with nothing to attend.
-
-    Raises:
-        NotImplementedError: p is not 0.
-    """
-    if p != 0.0:
-        raise NotImplementedError("the forms without autograd take no dropout: pass p=0.0")
-    only = allowed_by(op)
-    with torch.no_grad():
-        inputs = attention_inputs(
-            query,
-            key,
-            value,
-            attn_bias,
-            p,
-            scale,
-            output_dtype,
-            lse=True,
-            explicit=only is not None,
-        )
-        out, lse, choice = _dispatch(inputs, only)
-    if lse is None:
-        raise InvalidInputs(f"`{choice.name}` does not return the log-sum-exp")
-    return out, lse
-
-
-def memory_efficient_attention_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_bias: Bias = None,
-    p: float = 0.0,
-    scale: float | None = None,
-    *,
-    op: Op = None,
-    output_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """`memory_efficient_attention` without autograd.
-
-    Raises:
-        NotImplementedError: p is not 0.
-    """
-    if p != 0.0:
-        raise NotImplementedError("the forms without autograd take no dropout: pass p=0.0")
-    with torch.no_grad():
-        return memory_efficient_attention(
-            query, key, value, attn_bias, p, scale, op=op, output_dtype=output_dtype
-        )
 
 
 def choose(

@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sdx_kernels import target
 from sdx_kernels.checks import AttentionInputs, Signature
 from sdx_kernels.errors import InvalidInputs
-from sdx_kernels.reference.attention import attention
 from sdx_kernels.reference.attention_chunks import attention_forward
+from sdx_kernels.reference.structures import Structure
 from sdx_kernels.registry import TOLERANCE, Impl, Operator
 from sdx_kernels.tuning.attention import (
     MAX_AUTOMATIC_FP32_DIM,
@@ -23,7 +23,7 @@ from sdx_kernels.tuning.attention import (
     preference,
 )
 
-__all__ = ["OPERATOR", "TORCH_NAMES"]
+__all__ = ["OPERATOR", "TORCH_NAMES", "age_reason", "dtype_reason", "structure_of"]
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -37,14 +37,16 @@ _HALF = (torch.float16, torch.bfloat16)
 _OLDEST = (8, 0)
 
 
-def _dtype_reason(what: str, dtype: torch.dtype, supported: tuple[torch.dtype, ...]) -> list[str]:
+def dtype_reason(what: str, dtype: torch.dtype, supported: tuple[torch.dtype, ...]) -> list[str]:
+    """Why a dtype is refused; empty when it is supported."""
     if dtype in supported:
         return []
     names = ", ".join(sorted(str(entry) for entry in supported))
     return [f"{what}={dtype} (supported: {{{names}}})"]
 
 
-def _age_reason(s: Signature) -> list[str]:
+def age_reason(s: Signature) -> list[str]:
+    """Why an NVIDIA card is too old for 16-bit tensor-core kernels; empty when it is not."""
     capability = s.target.capability
     if capability is None or capability >= _OLDEST:
         return []
@@ -63,11 +65,11 @@ def _triton_reasons(s: Signature) -> list[str]:
         reasons.append("TRITON_INTERPRET is set, and the interpreter runs only for op='triton'")
     if not target.triton_status()[0]:
         reasons.append(str(target.triton_status()[1]))
-    reasons += _age_reason(s)
-    reasons += _dtype_reason("dtype", s.dtype, _TRITON_DTYPES)
-    reasons += _dtype_reason("output_dtype", s.output_dtype, _TRITON_DTYPES)
+    reasons += age_reason(s)
+    reasons += dtype_reason("dtype", s.dtype, _TRITON_DTYPES)
+    reasons += dtype_reason("output_dtype", s.output_dtype, _TRITON_DTYPES)
     if s.bias_dtype is not None:
-        reasons += _dtype_reason("attn_bias.dtype", s.bias_dtype, (torch.bool, *_DTYPES))
+        reasons += dtype_reason("attn_bias.dtype", s.bias_dtype, (torch.bool, *_DTYPES))
     if s.interpreting and s.dtype == torch.bfloat16:
         reasons.append("Triton's interpreter multiplies bfloat16 bit patterns, not values")
     width = max(s.head_dim, s.value_dim)
@@ -80,10 +82,10 @@ def _triton_reasons(s: Signature) -> list[str]:
             f"float32 with max(query.shape[-1], value.shape[-1]) > {MAX_AUTOMATIC_FP32_DIM} spills "
             f"registers: op='triton' asks for it all the same"
         )
-    if s.structure and not s.causal:
-        reasons.append(f"attn_bias type is {s.structure}")
-    if s.dropout > 0.0:
-        reasons.append("dropout > 0.0")
+    if s.foreign:
+        reasons.append(f"attn_bias type is {s.structure}, not one of sdx_kernels'")
+    if s.dropout == 1.0:
+        reasons.append("dropout = 1.0")
     if s.empty:
         reasons.append("an input has a dimension of size 0")
     # the smallest tile has 16 rows
@@ -96,8 +98,19 @@ def _triton_reasons(s: Signature) -> list[str]:
 def _ladder(s: Signature) -> tuple[AttentionConfig, ...]:
     capability = s.target.capability or _OLDEST
     limit = s.target.shared_memory_bytes or None
-    biased = s.bias != "none"
-    return ladder_for(capability, s.head_dim, s.value_dim, s.dtype, s.keys, biased, s.causal, limit)
+    return ladder_for(
+        capability,
+        s.head_dim,
+        s.value_dim,
+        s.dtype,
+        s.keys,
+        s.bias != "none",
+        bool(s.band),
+        limit,
+        packed=s.packed,
+        key_mask=s.key_mask,
+        dropout=s.dropout > 0.0,
+    )
 
 
 def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,28 +122,27 @@ def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
 def _run_triton(inputs: AttentionInputs) -> Result:
     from sdx_kernels._triton.attention_fwd import launch_attention_fwd
 
-    s = inputs.signature
-    offset = None
-    if s.causal and inputs.structure is not None and inputs.structure.band is not None:
-        offset = inputs.structure.band.shift(s.queries, s.keys)
     return launch_attention_fwd(
         _unit_stride(inputs.query),
         _unit_stride(inputs.key),
         _unit_stride(inputs.value),
         None if inputs.bias is None else inputs.bias.resolve_neg(),
         scale=inputs.scale,
-        causal_offset=offset,
+        key_mask=inputs.key_mask,
+        band=inputs.band,
+        packed=inputs.packed,
+        dropout=inputs.dropout,
         output_dtype=inputs.output_dtype,
-        with_lse=s.lse,
-        ladder=_ladder(s),
+        with_lse=inputs.signature.lse,
+        ladder=_ladder(inputs.signature),
     )
 
 
 def _sdpa_reasons(s: Signature) -> list[str]:
-    reasons = _dtype_reason("dtype", s.dtype, _DTYPES)
+    reasons = dtype_reason("dtype", s.dtype, _DTYPES)
     if s.output_dtype != s.dtype:
         reasons.append(f"output_dtype={s.output_dtype} (supported: the inputs' {s.dtype})")
-    if s.structure:
+    if s.structure and (not s.key_mask or s.target.kind != "cpu"):
         reasons.append(f"attn_bias type is {s.structure}: NaN in excluded keys would leak")
     if s.bias != "none" and s.target.kind != "cpu":
         reasons.append(
@@ -138,7 +150,7 @@ def _sdpa_reasons(s: Signature) -> list[str]:
             f"in every torch kernel"
         )
     if s.bias == "float" and s.bias_dtype is not None:
-        reasons += _dtype_reason("attn_bias.dtype", s.bias_dtype, (torch.float32, s.dtype))
+        reasons += dtype_reason("attn_bias.dtype", s.bias_dtype, (torch.float32, s.dtype))
     if s.bias_grad:
         reasons.append("attn_bias requires grad")
     if s.lse:
@@ -162,8 +174,8 @@ def _backend_reasons(backend: SDPBackend, s: Signature) -> list[str]:
     if s.head_dim != s.value_dim:
         reasons.append("query.shape[-1] != value.shape[-1]")
     if on_cuda:
-        reasons += _age_reason(s)
-        reasons += _dtype_reason("dtype", s.dtype, _HALF)
+        reasons += age_reason(s)
+        reasons += dtype_reason("dtype", s.dtype, _HALF)
         if s.head_dim > 256:
             reasons.append("max(query.shape[-1], value.shape[-1]) > 256")
     return reasons
@@ -173,8 +185,14 @@ def _run_sdpa(inputs: AttentionInputs, backend: SDPBackend | None = None) -> Res
     s = inputs.signature
     query = inputs.query.transpose(1, 2)
     key, value = inputs.key.transpose(1, 2), inputs.value.transpose(1, 2)
+    mask = inputs.bias
+    if inputs.key_mask is not None:
+        # 0 · NaN is NaN: what a missing key holds must not be multiplied
+        exists = inputs.key_mask[:, None, :, None]
+        key, value = torch.where(exists, key, 0), torch.where(exists, value, 0)
+        mask = inputs.key_mask[:, None, None, :]
     # cards before sm_80 have no bfloat16 units, and some torch kernels no code for it either
-    widen = s.dtype == torch.bfloat16 and bool(_age_reason(s))
+    widen = s.dtype == torch.bfloat16 and bool(age_reason(s))
     if widen:
         query, key, value = query.float(), key.float(), value.float()
     call = functools.partial(
@@ -182,8 +200,8 @@ def _run_sdpa(inputs: AttentionInputs, backend: SDPBackend | None = None) -> Res
         query,
         key,
         value,
-        attn_mask=inputs.bias,
-        dropout_p=inputs.p,
+        attn_mask=mask,
+        dropout_p=s.dropout,
         scale=inputs.scale,
         enable_gqa=s.heads != s.key_heads,
     )
@@ -217,29 +235,20 @@ def _has_bfloat16(device: torch.device) -> bool:
     return capability is None or capability >= _OLDEST
 
 
+def structure_of(inputs: AttentionInputs) -> Structure | None:
+    """What the reference needs to know beyond the tensors and the bias; None = nothing."""
+    parts = (inputs.band, inputs.packed, inputs.key_mask, inputs.allowed, inputs.dropout)
+    return Structure(*parts) if any(part is not None for part in parts) else None
+
+
 def _run_reference(inputs: AttentionInputs) -> Result:
-    allowed = None
-    if inputs.structure is not None:
-        allowed = inputs.structure.allowed(inputs.scores_shape, inputs.query.device)
-        allowed = allowed[(None,) * (4 - allowed.dim())]
-    if inputs.p > 0.0:
-        out, lse = attention(
-            inputs.query,
-            inputs.key,
-            inputs.value,
-            scale=inputs.scale,
-            bias=inputs.bias,
-            allowed=allowed,
-            p=inputs.p,
-        )
-        return out.to(inputs.output_dtype), lse
     return attention_forward(
         inputs.query,
         inputs.key,
         inputs.value,
         scale=inputs.scale,
         bias=inputs.bias,
-        allowed=allowed,
+        structure=structure_of(inputs),
         output_dtype=inputs.output_dtype,
     )
 
@@ -265,7 +274,7 @@ OPERATOR = Operator(
             run=_run_triton,
             tolerance=TOLERANCE,
             closest=(
-                f"float16, bfloat16 or float32 with head dims up to {MAX_HEAD_DIM}, p=0.0, on an "
+                f"float16, bfloat16 or float32 with head dims up to {MAX_HEAD_DIM} on an "
                 f"NVIDIA GPU of capability 8.0 or newer"
             ),
         ),
@@ -282,7 +291,7 @@ OPERATOR = Operator(
         Impl(
             name="reference",
             priority=10,
-            reasons=lambda s: _dtype_reason("dtype", s.dtype, _DTYPES),
+            reasons=lambda s: dtype_reason("dtype", s.dtype, _DTYPES),
             run=_run_reference,
             tolerance=TOLERANCE,
             closest="float16, bfloat16, float32 or float64 inputs",

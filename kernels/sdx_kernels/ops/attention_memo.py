@@ -42,8 +42,9 @@ class Known:
         else:
             s = self.signature
             shape = (s.batch, s.queries, s.heads, s.value_dim)
+            nothing = (None,) * 6
             inputs = AttentionInputs(
-                query, key, value, None, None, 0.0, factor, s.output_dtype, shape, type(None), s
+                query, key, value, *nothing, factor, s.output_dtype, shape, type(None), s
             )
             out = self.impl.run(inputs)[0]
         launches[self.choice.name] += 1

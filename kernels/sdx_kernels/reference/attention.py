@@ -18,6 +18,7 @@ def attention(
     scale: float,
     bias: torch.Tensor | None = None,
     allowed: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
     p: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale · query · keyᵀ + bias) · value, one full score matrix at once.
@@ -30,7 +31,8 @@ def attention(
         bias: float (added to the scaled scores) or bool (True = attend), broadcastable to
             `[B, H, Mq, Mk]`. A masked key still belongs to the sum: NaN there makes the row NaN.
         allowed: structural mask (bool, broadcastable likewise); excluded keys are as if absent.
-        p: dropout probability on the weights.
+        keep: bool, broadcastable likewise: the weights that dropout keeps; None = all.
+        p: dropout probability, by which the kept weights are scaled up.
 
     Returns:
         `(out, lse)`: `[B, Mq, H, Kv]` in the query's dtype, and the natural logarithm of each row's
@@ -63,8 +65,8 @@ def attention(
     total = weights.sum(-1, keepdim=True)
     safe_total = torch.where(nothing, torch.ones_like(total), total)
     weights = weights / safe_total
-    if p > 0.0:
-        weights = torch.nn.functional.dropout(weights, p)
+    if keep is not None:
+        weights = weights * (keep / (1.0 - p)) if p < 1.0 else weights * 0.0
     out = weights @ v
     if poison is not None:
         out = out.masked_fill(poison, math.nan)

@@ -5,10 +5,13 @@ gradient checkpointing sees the same bits. No slice adds to another's output by 
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from sdx_kernels.reference.attention import attention
+from sdx_kernels.reference.attention_gradients import attention_gradients
+from sdx_kernels.reference.structures import Structure
 
 __all__ = ["attention_backward", "attention_forward", "slices"]
 
@@ -36,6 +39,23 @@ def _cut(dense: torch.Tensor | None, items: slice, rows: slice) -> torch.Tensor 
     return dense[:, :, rows] if dense.shape[2] > 1 else dense
 
 
+def _structured(
+    structure: Structure | None,
+    items: slice,
+    rows: slice,
+    query: torch.Tensor,
+    key: torch.Tensor,
+) -> dict[str, Any]:
+    if structure is None:
+        return {}
+    queries, heads, keys, device = query.shape[1], query.shape[2], key.shape[1], query.device
+    return {
+        "allowed": structure.keys_of(items, rows, queries, keys, device),
+        "keep": structure.keep(items, rows, heads, keys, device),
+        "p": 0.0 if structure.dropout is None else structure.dropout.p,
+    }
+
+
 def attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -43,11 +63,17 @@ def attention_forward(
     *,
     scale: float,
     bias: torch.Tensor | None = None,
-    allowed: torch.Tensor | None = None,
+    structure: Structure | None = None,
     output_dtype: torch.dtype | None = None,
     limit: int = MAX_SCORES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference.attention.attention` slice by slice; arguments and results as there."""
+    """`reference.attention.attention` slice by slice; arguments and results as there.
+
+    Args:
+        structure: bands, packed sequences, missing keys, dropout; made slice by slice.
+        output_dtype: of the output. Default: the query's.
+        limit: most scores alive at once.
+    """
     batch, queries, heads, _ = query.shape
     dtype = output_dtype or query.dtype
     wide = torch.promote_types(query.dtype, dtype)
@@ -61,7 +87,7 @@ def attention_forward(
             value[items].to(wide),
             scale=scale,
             bias=_cut(bias, items, rows),
-            allowed=_cut(allowed, items, rows),
+            **_structured(structure, items, rows, query, key),
         )
         out[items, rows] = part.to(dtype)
         lse[items, :, rows] = part_lse
@@ -77,10 +103,18 @@ def attention_backward(
     scale: float,
     bias: torch.Tensor | None = None,
     bias_grad: bool = False,
-    allowed: torch.Tensor | None = None,
+    lse_grad: torch.Tensor | None = None,
+    structure: Structure | None = None,
     limit: int = MAX_SCORES,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients of `attention` by recomputing each slice in the accumulation dtype.
+
+    Args:
+        grad: gradient of the output, `[B, Mq, H, Kv]`.
+        bias_grad: whether the bias's gradient is wanted.
+        lse_grad: gradient of the log-sum-exp, `[B, H, Mq]`; None = zero.
+        structure: as given to the forward.
+        limit: most scores alive at once.
 
     Returns:
         Gradients of query, key, value and (when `bias_grad`) of the bias in the bias's own,
@@ -89,29 +123,25 @@ def attention_backward(
     accumulate = torch.float64 if query.dtype == torch.float64 else torch.float32
     batch, queries, heads, _ = query.shape
     sums = [torch.zeros_like(t, dtype=accumulate) for t in (query, key, value)]
-    dense = bias
     bias_sum: torch.Tensor | None = None
     if bias is not None and bias_grad:
         bias_sum = torch.zeros_like(bias, dtype=accumulate)
     for items, rows in slices(batch, heads, queries, key.shape[1], limit):
-        with torch.enable_grad():
-            parts = [query[items, rows], key[items], value[items]]
-            leaves = [part.detach().to(accumulate).requires_grad_() for part in parts]
-            cut = _cut(dense, items, rows)
-            if bias_sum is not None and cut is not None:
-                cut = cut.detach().to(accumulate).requires_grad_()
-                leaves.append(cut)
-            out, _ = attention(
-                *leaves[:3], scale=scale, bias=cut, allowed=_cut(allowed, items, rows)
-            )
-            grads = torch.autograd.grad(out, leaves, grad[items, rows].to(accumulate))
-        sums[0][items, rows] += grads[0]
-        sums[1][items] += grads[1]
-        sums[2][items] += grads[2]
+        parts = [grad[items, rows], query[items, rows], key[items], value[items]]
+        dq, dk, dv, ds = attention_gradients(
+            *(part.to(accumulate) for part in parts),
+            scale=scale,
+            bias=_cut(bias, items, rows),
+            lse_grad=None if lse_grad is None else lse_grad[items, :, rows].to(accumulate),
+            **_structured(structure, items, rows, query, key),
+        )
+        sums[0][items, rows] += dq
+        sums[1][items] += dk
+        sums[2][items] += dv
         if bias_sum is not None:
             target = _cut(bias_sum, items, rows)
             assert target is not None
-            target += grads[3]
+            target += ds.sum_to_size(target.shape)
     dq, dk, dv = (s.to(t.dtype) for s, t in zip(sums, (query, key, value), strict=True))
     db = None if bias is None or bias_sum is None else bias_sum.to(bias.dtype)
     return dq, dk, dv, db

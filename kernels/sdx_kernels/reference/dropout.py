@@ -5,7 +5,7 @@ It knows the generator's arithmetic and must not know who drops what.
 
 import torch
 
-__all__ = ["keep_mask", "threshold_of"]
+__all__ = ["keep_at", "keep_mask", "threshold_of"]
 
 _KEYS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = (0xD2511F53, 0xCD9E8D57)
@@ -13,32 +13,28 @@ _WORD = 0xFFFFFFFF
 
 
 def threshold_of(p: float) -> int:
-    """A 32-bit draw below it drops the weight; p in [0, 1)."""
+    """A 32-bit draw below it drops the weight; p in [0, 1]."""
     return int(p * 2**32)
 
 
-def keep_mask(
-    seed: torch.Tensor, batch: int, heads: int, rows: range, keys: range, p: float, first: int = 0
+def keep_at(
+    seed: torch.Tensor, heads: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor, p: float
 ) -> torch.Tensor:
     """Which weights dropout keeps (Salmon et al. 2011, "Parallel random numbers").
 
     Args:
         seed: int64, one element, on the device of the result.
-        batch, heads: number of items and heads.
-        rows, keys: query rows and keys, counted within an item.
-        p: dropout probability in [0, 1).
-        first: number of the first item.
+        heads: number of each weight's batch item (or packed sequence) times the number of heads,
+            plus its head; int64.
+        rows: number of its query, counted within the item or sequence; int64.
+        keys: number of its key, likewise; int64.
+        p: dropout probability in [0, 1].
 
     Returns:
-        Bool `[batch, heads, rows, keys]`, the same for every tiling and device.
+        Bool, of the three tensors' broadcast shape; the same for every tiling and device.
     """
-    device = seed.device
-    items = torch.arange(first * heads, (first + batch) * heads, device=device)
-    shape = (batch, heads, len(rows), len(keys))
-    c0 = torch.arange(keys.start, keys.stop, device=device).expand(shape)
-    c1 = torch.arange(rows.start, rows.stop, device=device)[:, None].expand(shape)
-    c2 = items.view(batch, heads, 1, 1).expand(shape)
-    c3 = torch.zeros((), dtype=torch.int64, device=device).expand(shape)
+    c0, c1, c2 = torch.broadcast_tensors(keys, rows, heads)
+    c3 = torch.zeros_like(c0)
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
     for _ in range(10):
         # int64 products wrap, and their upper 32 bits are right all the same
@@ -48,3 +44,26 @@ def keep_mask(
         c1, c3 = high & _WORD, low & _WORD
         k0, k1 = (k0 + _KEYS[0]) & _WORD, (k1 + _KEYS[1]) & _WORD
     return c0 >= threshold_of(p)
+
+
+def keep_mask(
+    seed: torch.Tensor, batch: int, heads: int, rows: range, keys: range, p: float, first: int = 0
+) -> torch.Tensor:
+    """`keep_at` for whole items: bool `[batch, heads, rows, keys]`.
+
+    Args:
+        seed: int64, one element.
+        batch, heads: number of items and heads.
+        rows, keys: query rows and keys, counted within an item.
+        p: dropout probability in [0, 1].
+        first: number of the first item.
+    """
+    device = seed.device
+    items = torch.arange(first * heads, (first + batch) * heads, device=device)
+    return keep_at(
+        seed,
+        items.view(batch, heads, 1, 1),
+        torch.arange(rows.start, rows.stop, device=device)[:, None],
+        torch.arange(keys.start, keys.stop, device=device),
+        p,
+    )

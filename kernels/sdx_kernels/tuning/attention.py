@@ -46,80 +46,90 @@ class AttentionConfig:
     source: str
 
 
-_CLEAN = "no spill on sm_86, sm_90 and sm_120 when compiled ahead of time; not timed yet"
+_CLEAN = "no spill when compiled ahead of time; not timed yet"
 _NARROW = "smaller step, for cards with less shared memory"
 _WIDE_FP32 = "plain fp32 products, no tensor cores, spills: only when asked for by name"
 
-#: by (padded head dim, bytes an element, kind of mask): largest first. A launch takes the first one
-#: that the card's shared memory holds. Masks cost registers: with a bias, 128 x 64 at head dim 128
-#: spills 724 bytes on sm_90 and 1,540 on sm_120; causal, 128 x 64 at head dim 64 spills 36 on
-#: sm_120 and 64 x 32 with 8 warps spills 8 where 4 warps do not.
-_LADDERS: dict[tuple[int, int, str], tuple[AttentionConfig, ...]] = {
+_WIDTHS = (64, 96, 128, 160, 256)
+
+_Ladder = tuple[AttentionConfig, ...]
+
+_TWO_BYTES_NARROW = AttentionConfig(32, 32, 4, 1, _NARROW)
+_SMALLEST = AttentionConfig(16, 16, 4, 1, _NARROW)
+_FP32_NARROW = AttentionConfig(16, 32, 4, 1, _CLEAN)
+_DROPPED = (
+    "; with dropout, a bool bias, a band and a key mask at once 24 to 32 bytes spill on sm_120"
+)
+_FP32_ANY = AttentionConfig(16, 16, 4, 1, _WIDE_FP32)
+
+#: by (width that the wider head dim is computed in, bytes an element, kind): largest first. A
+#: launch takes the first one that the card's shared memory holds. Tests of keys cost registers:
+#: with both bounds of a band, 128 x 64 spills 60 bytes a thread on sm_120 at width 64, 128 x 32
+#: 4 bytes at 96 and 40 at 128, and 64 x 32 spills 12 at 160 where it does not at 256 (one product
+#: instead of two). A bool bias beside a band is the costliest: 128 x 32 then spills 104 on sm_120
+#: at 64, 64 x 16 spills 28 at 160, and 12 on sm_90 at 256; with dropout 64 x 32 spills 8 at 128.
+_LADDERS: dict[tuple[int, int, str], _Ladder] = {
     (64, 2, "plain"): (
         AttentionConfig(128, 64, 8, 3, _CLEAN),
         AttentionConfig(64, 64, 4, 2, _NARROW),
-        AttentionConfig(32, 32, 4, 1, _NARROW),
+        _TWO_BYTES_NARROW,
     ),
-    (64, 2, "causal"): (
-        AttentionConfig(64, 32, 4, 3, _CLEAN),
-        AttentionConfig(32, 32, 4, 1, _NARROW),
+    (64, 2, "banded"): (AttentionConfig(128, 32, 8, 3, _CLEAN), _TWO_BYTES_NARROW),
+    (64, 2, "biased"): (AttentionConfig(64, 32, 8, 2, _CLEAN), _TWO_BYTES_NARROW),
+    (64, 2, "dropout"): (AttentionConfig(64, 32, 8, 2, _CLEAN), _TWO_BYTES_NARROW),
+    (96, 2, "plain"): (
+        AttentionConfig(128, 64, 8, 2, _CLEAN),
+        AttentionConfig(64, 32, 8, 2, _NARROW),
+        _TWO_BYTES_NARROW,
     ),
-    (64, 2, "biased"): (
-        AttentionConfig(64, 32, 8, 3, _CLEAN),
-        AttentionConfig(32, 32, 4, 1, _NARROW),
-    ),
+    (96, 2, "banded"): (AttentionConfig(64, 32, 8, 2, _CLEAN), _TWO_BYTES_NARROW),
+    (96, 2, "biased"): (AttentionConfig(64, 32, 8, 2, _CLEAN), _TWO_BYTES_NARROW),
+    (96, 2, "dropout"): (AttentionConfig(64, 32, 8, 2, _CLEAN), _TWO_BYTES_NARROW),
     (128, 2, "plain"): (
         AttentionConfig(128, 64, 8, 2, _CLEAN),
         AttentionConfig(64, 32, 8, 2, _NARROW),
-        AttentionConfig(32, 32, 4, 1, _NARROW),
+        _TWO_BYTES_NARROW,
     ),
-    (128, 2, "causal"): (
-        AttentionConfig(64, 32, 8, 2, _CLEAN),
-        AttentionConfig(32, 32, 4, 1, _NARROW),
+    (128, 2, "banded"): (AttentionConfig(64, 32, 8, 2, _CLEAN), _TWO_BYTES_NARROW),
+    (128, 2, "biased"): (AttentionConfig(64, 32, 8, 2, _CLEAN), _TWO_BYTES_NARROW),
+    (128, 2, "dropout"): (AttentionConfig(32, 32, 8, 2, _CLEAN), _TWO_BYTES_NARROW),
+    (160, 2, "plain"): (AttentionConfig(64, 32, 8, 2, _CLEAN), _SMALLEST),
+    (160, 2, "banded"): (AttentionConfig(64, 16, 8, 1, _CLEAN), _SMALLEST),
+    (160, 2, "biased"): (AttentionConfig(32, 16, 8, 1, _CLEAN), _SMALLEST),
+    (160, 2, "dropout"): (AttentionConfig(64, 16, 8, 1, _CLEAN), _SMALLEST),
+    (256, 2, "plain"): (AttentionConfig(64, 32, 8, 2, _CLEAN), _SMALLEST),
+    (256, 2, "banded"): (AttentionConfig(64, 32, 8, 2, _CLEAN), _SMALLEST),
+    (256, 2, "biased"): (AttentionConfig(32, 16, 8, 1, _CLEAN), _SMALLEST),
+    (256, 2, "dropout"): (AttentionConfig(32, 16, 8, 1, _CLEAN), _SMALLEST),
+    (64, 4, "plain"): (AttentionConfig(32, 32, 8, 2, _CLEAN), _SMALLEST),
+    (64, 4, "banded"): (AttentionConfig(32, 32, 8, 2, _CLEAN), _SMALLEST),
+    (64, 4, "biased"): (AttentionConfig(32, 32, 8, 2, _CLEAN), _SMALLEST),
+    (64, 4, "dropout"): (AttentionConfig(32, 32, 8, 2, _CLEAN + _DROPPED), _SMALLEST),
+    (128, 4, "plain"): (_FP32_NARROW,),
+    (128, 4, "banded"): (_FP32_NARROW,),
+    (128, 4, "biased"): (_FP32_NARROW,),
+    (128, 4, "dropout"): (AttentionConfig(16, 32, 4, 1, _CLEAN + _DROPPED),),
+    (256, 4, "plain"): (_FP32_ANY,),
+    (256, 4, "banded"): (_FP32_ANY,),
+    (256, 4, "biased"): (_FP32_ANY,),
+    (256, 4, "dropout"): (_FP32_ANY,),
+}
+
+#: where an architecture (major capability) needs another ladder
+_OVERRIDES: dict[tuple[int, int, int, str], _Ladder] = {
+    (10, 64, 2, "plain"): (
+        AttentionConfig(128, 64, 4, 2, "8 warps spill 4 bytes at 3 stages, 12 at 2, on sm_100"),
+        AttentionConfig(64, 64, 4, 2, _NARROW),
+        _TWO_BYTES_NARROW,
     ),
-    (128, 2, "biased"): (
-        AttentionConfig(32, 32, 8, 2, _CLEAN),
-        AttentionConfig(32, 32, 4, 1, _NARROW),
-    ),
-    (256, 2, "plain"): (
-        AttentionConfig(64, 32, 8, 2, _CLEAN),
-        AttentionConfig(32, 32, 8, 1, _NARROW),
-        AttentionConfig(16, 16, 4, 1, _NARROW),
-    ),
-    (256, 2, "causal"): (
-        AttentionConfig(64, 32, 8, 2, _CLEAN),
-        AttentionConfig(32, 32, 8, 1, _NARROW),
-        AttentionConfig(16, 16, 4, 1, _NARROW),
-    ),
-    (256, 2, "biased"): (
-        AttentionConfig(64, 16, 8, 1, _CLEAN),
-        AttentionConfig(16, 16, 4, 1, _NARROW),
-    ),
-    (64, 4, "plain"): (
-        AttentionConfig(32, 32, 8, 2, _CLEAN),
-        AttentionConfig(16, 16, 4, 1, _NARROW),
-    ),
-    (64, 4, "causal"): (
-        AttentionConfig(32, 32, 8, 2, _CLEAN),
-        AttentionConfig(16, 16, 4, 1, _NARROW),
-    ),
-    (64, 4, "biased"): (
-        AttentionConfig(32, 32, 8, 2, _CLEAN),
-        AttentionConfig(16, 16, 4, 1, _NARROW),
-    ),
-    (128, 4, "plain"): (AttentionConfig(16, 32, 4, 1, _CLEAN),),
-    (128, 4, "causal"): (AttentionConfig(16, 32, 4, 1, _CLEAN),),
-    (128, 4, "biased"): (AttentionConfig(16, 32, 4, 1, _CLEAN),),
-    (256, 4, "plain"): (AttentionConfig(16, 16, 4, 1, _WIDE_FP32),),
-    (256, 4, "causal"): (AttentionConfig(16, 16, 4, 1, _WIDE_FP32),),
-    (256, 4, "biased"): (AttentionConfig(16, 16, 4, 1, _WIDE_FP32),),
 }
 
 _SHORT = "77 text tokens fill 3 steps of 32 but only 60 % of two steps of 64"
 
-#: unmasked, at most 96 keys: 128 x 32 with 8 warps spills 8 bytes on sm_120 at head dim 40
+#: unmasked, at most 96 keys
 _SHORT_STEPS = {
     (64, 2): AttentionConfig(64, 32, 4, 3, _SHORT),
+    (96, 2): AttentionConfig(128, 32, 8, 2, _SHORT),
     (128, 2): AttentionConfig(128, 32, 8, 2, _SHORT),
 }
 
@@ -129,16 +139,37 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
+def split(head_dim: int, itemsize: int) -> tuple[int, int]:
+    """The one or two powers of two (then the second is not 0) that a head dim is computed in.
+
+    Two where they waste less than one: 40 as 32 + 16, 80 as 64 + 16, 96 as 64 + 32, 160 as
+    128 + 32; but 120 as 128 and 200 as 256, whose two halves would be as wide. One power stays
+    where two spill registers on sm_120: at 161…192 (128 + 64: 12 bytes a thread even without a
+    mask) and in fp32 above 64 (64 + 16: 44 bytes with 16 x 32 tiles, where 128 does not).
+    """
+    whole = padded(head_dim)
+    first = whole // 2
+    if first < 32 or head_dim > (160 if itemsize < 4 else 64):
+        return whole, 0
+    second = padded(head_dim - first)
+    return (first, second) if first + second < whole else (whole, 0)
+
+
 def shared_bytes(
     config: AttentionConfig, head_dim: int, value_dim: int, itemsize: int, biased: bool = False
 ) -> int:
     """Shared memory a launch needs at most: the query tile, and `num_stages` times what a step of
     keys loads (keys, values and, for a dense bias, its tile)."""
-    width, value_width = padded(head_dim), padded(value_dim)
+    width, value_width = sum(split(head_dim, itemsize)), sum(split(value_dim, itemsize))
     # one stage is no pipeline: the bias then goes straight to registers
     tile = config.block_m if biased and config.num_stages > 1 else 0
     step = config.block_n * (width + value_width + tile)
     return itemsize * (config.block_m * width + config.num_stages * step)
+
+
+def _width(head_dim: int, itemsize: int) -> int:
+    """The class of the ladders that a head dim belongs to."""
+    return next(width for width in _WIDTHS if sum(split(head_dim, itemsize)) <= width)
 
 
 def ladder_for(
@@ -148,17 +179,23 @@ def ladder_for(
     dtype: torch.dtype,
     keys: int,
     biased: bool = False,
-    causal: bool = False,
+    band: bool = False,
     shared_memory_bytes: int | None = None,
+    *,
+    packed: bool = False,
+    key_mask: bool = False,
+    dropout: bool = False,
 ) -> tuple[AttentionConfig, ...]:
     """Configurations that fit, best first; a refused launch goes on with the next.
 
     Args:
         capability: compute capability, e.g. (8, 6).
-        head_dim: K. value_dim: Kv. keys: Mk.
+        head_dim: K. value_dim: Kv. keys: Mk, of the longest sequence.
         dtype: of query, key and value.
-        biased: whether a dense bias is read. causal: whether a triangle is.
+        biased: whether a dense bias is read. band: whether a band has a bound.
         shared_memory_bytes: the card's limit per block; default: the architecture's.
+        packed, key_mask, dropout: whether there is one. (Packed sequences cost no registers worth
+            a tile of their own.)
 
     Returns:
         At least one configuration, or () when none fits or a head dim is above MAX_HEAD_DIM.
@@ -167,12 +204,15 @@ def ladder_for(
         return ()
     if shared_memory_bytes is None:
         shared_memory_bytes = SHARED_MEMORY.get(capability, 49152)
-    width = max(64, padded(max(head_dim, value_dim)))
     itemsize = dtype.itemsize
-    kind = "biased" if biased else "causal" if causal else "plain"
-    steps = list(_LADDERS[width, itemsize, kind])
+    width = _width(max(head_dim, value_dim), itemsize)
+    kind = (
+        "dropout" if dropout else "biased" if biased else "banded" if band or key_mask else "plain"
+    )
+    entry = (width, itemsize, kind)
+    steps = _OVERRIDES.get((capability[0], *entry), _LADDERS[entry])
     if keys <= 96 and kind == "plain" and (width, itemsize) in _SHORT_STEPS:
-        steps.insert(0, _SHORT_STEPS[width, itemsize])
+        steps = (_SHORT_STEPS[width, itemsize], *steps)
     return tuple(
         config
         for config in steps
@@ -187,12 +227,26 @@ def config_for(
     dtype: torch.dtype,
     keys: int,
     biased: bool = False,
-    causal: bool = False,
+    band: bool = False,
     shared_memory_bytes: int | None = None,
+    *,
+    packed: bool = False,
+    key_mask: bool = False,
+    dropout: bool = False,
 ) -> AttentionConfig | None:
     """The first configuration of `ladder_for`, or None when none fits."""
     ladder = ladder_for(
-        capability, head_dim, value_dim, dtype, keys, biased, causal, shared_memory_bytes
+        capability,
+        head_dim,
+        value_dim,
+        dtype,
+        keys,
+        biased,
+        band,
+        shared_memory_bytes,
+        packed=packed,
+        key_mask=key_mask,
+        dropout=dropout,
     )
     return ladder[0] if ladder else None
 

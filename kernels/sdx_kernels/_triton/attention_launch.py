@@ -1,0 +1,116 @@
+"""What the launchers of all attention kernels share: arguments in kernels' terms, and ladders.
+
+It knows strides, bounds and refused launches, and must not know any one kernel's arguments.
+"""
+
+import functools
+import logging
+import math
+from collections.abc import Callable
+
+import torch
+import triton
+
+from sdx_kernels import target
+from sdx_kernels.bias import Band
+from sdx_kernels.checks import Dropout
+from sdx_kernels.errors import LaunchRefused
+from sdx_kernels.tuning.attention import AttentionConfig
+
+__all__ = [
+    "LN2",
+    "LOG2E",
+    "band_bounds",
+    "dropout_draw",
+    "reach",
+    "run_ladder",
+    "say_first_use",
+]
+
+_log = logging.getLogger("sdx_kernels")
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+
+#: first step of a ladder that launched, by what decides it; saves refused attempts
+_steps: dict[tuple[object, ...], int] = {}
+
+
+def reach(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
+    """The tensor, or a dense copy where a tile of 128 steps would overrun 32-bit offsets.
+
+    A BMHK tensor (dims 1) is copied heads first, since 128 rows of 65,537 heads of 256 channels
+    are too far apart in any other order.
+    """
+    far = any(tensor.shape[dim] > 1 and tensor.stride(dim) * 128 >= 2**31 for dim in dims)
+    if not far:
+        return tensor
+    heads_first = tensor.dim() == 4 and dims == (1,)
+    return (
+        tensor.transpose(1, 2).contiguous().transpose(1, 2)
+        if heads_first
+        else (tensor.contiguous())
+    )
+
+
+def band_bounds(band: Band | None, longest: int) -> tuple[int, int, int]:
+    """(left, right, from_end) for a kernel; bounds beyond `longest` = Mq + Mk mean nothing.
+
+    A bound that does not exist is 0 here: which ones do is a compile-time argument.
+    """
+    if band is None:
+        return 0, 0, 0
+    left, right = (
+        0 if bound is None else max(-longest, min(longest, bound))
+        for bound in (band.left, band.right)
+    )
+    return left, right, int(band.from_end)
+
+
+def dropout_draw(dropout: Dropout | None) -> tuple[int, float]:
+    """(threshold, 1 / (1 − p)) for a kernel: the int32 of the same bits as floor(p · 2³²)."""
+    if dropout is None:
+        return 0, 1.0
+    threshold = int(dropout.p * 2**32)
+    # always an int32, so that no p needs a compilation of its own
+    return threshold - 2**32 if threshold >= 2**31 else threshold, 1.0 / (1.0 - dropout.p)
+
+
+@functools.lru_cache(maxsize=1)
+def say_first_use() -> None:
+    """Once a process: the seconds that follow are the compiler's, not the picture's."""
+    _log.info(
+        "compiling attention kernels (first use on this card; `sdx-accel doctor --warm` does it "
+        "ahead) …"
+    )
+
+
+def run_ladder(
+    key: tuple[object, ...],
+    ladder: tuple[AttentionConfig, ...],
+    launch: Callable[[AttentionConfig], None],
+) -> None:
+    """Launches the first step that the driver accepts and remembers it.
+
+    Args:
+        key: what decides whether a step can launch: kernel, device facts, dtypes, dims, kinds and
+            the ladder itself.
+        ladder: launch configurations, best first.
+        launch: launches one of them.
+
+    Raises:
+        LaunchRefused: the driver has too few resources for every configuration.
+    """
+    if key not in _steps and not target.interpreting():
+        say_first_use()
+    refusal: Exception | None = None
+    for step in range(_steps.get(key, 0), len(ladder)):
+        try:
+            launch(ladder[step])
+        except triton.runtime.errors.OutOfResources as error:
+            refusal = error
+        else:
+            _steps[key] = step
+            return
+    _steps[key] = len(ladder)
+    raise LaunchRefused(f"no launch configuration of the attention kernel fits: {refusal}")
