@@ -16,6 +16,7 @@ from sdx_accel.cli.doctor import doctor
 from sdx_accel.cli.generate import generate
 from sdx_accel.cli.json_errors import print_failure
 from sdx_accel.cli.plan import plan
+from sdx_accel.cli.verify import verify
 from sdx_accel.errors import SdxError
 
 __all__ = ["app", "main"]
@@ -32,6 +33,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(plan)
 app.command()(doctor)
+app.command()(verify)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,50 +1,77 @@
-"""The kernel compiled for GPUs that are not here: tensor cores, no spills, shared memory."""
+"""The kernels compiled for GPUs that are not here: tensor cores, no spills, shared memory."""
 
 import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
-ONE = """
-import json
-from dataclasses import asdict
-import torch
-from sdx_kernels._triton.aot import compile_attention
-from sdx_kernels.tuning.attention import SHARED_MEMORY, config_for
-for architecture in ({architectures}):
-    capability = divmod(architecture, 10)
-    config = config_for(capability, 64, 64, torch.float16, 4096)
-    facts = compile_attention(architecture, config, head_dim=64, dtype=torch.float16)
-    print(json.dumps(asdict(facts) | {{"limit": SHARED_MEMORY[capability]}}))
-"""
+from sdx_kernels._triton.aot import ARCHITECTURES, FAMILIES, launches
+
+#: what the PTX of a product holds, by architecture
+CORES = {
+    80: {"mma.sync"},
+    86: {"mma.sync"},
+    89: {"mma.sync"},
+    90: {"mma.sync", "wgmma.mma_async"},
+    100: {"mma.sync", "tcgen05.mma"},
+    120: {"mma.sync"},
+}
 
 
-def python(*arguments: str) -> list[dict[str, object]]:
+def compiled(*arguments: str) -> list[dict[str, Any]]:
     """Lines of JSON from a process that does not interpret, where Triton can compile."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, "-m", "sdx_kernels._triton.aot", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_sdxls_self_attention_compiles_for_cards_that_are_not_here() -> None:
-    facts = python("-c", ONE.format(architectures="86, 90"))
-    assert [fact["architecture"] for fact in facts] == [86, 90]
-    assert [fact["tensor_core"] for fact in facts] == ["mma.sync", "wgmma.mma_async"]
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_first_configuration_of_each_family_is_clean(architecture: int) -> None:
+    facts = compiled("--first", str(architecture))
+    expected = [name for name in FAMILIES if name != "tma" or architecture >= 90]
+    assert [fact["family"] for fact in facts] == expected
+    assert [fact for fact in facts if not fact["clean"]] == []
+    assert {fact["tensor_core"] for fact in facts} <= CORES[architecture]
     for fact in facts:
-        assert fact["spill_bytes"] == 0
-        assert int(str(fact["shared_bytes"])) <= int(str(fact["limit"]))
+        assert (fact["descriptor_loads"] > 0) == (fact["family"] == "tma")
+
+
+def test_hopper_multiplies_by_warpgroup() -> None:
+    facts = compiled("--first", "90:forward", "90:tma")
+    assert [fact["tensor_core"] for fact in facts] == ["wgmma.mma_async"] * 2
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_head_dim_class_and_dtype_has_a_native_configuration(architecture: int) -> None:
+    found = {
+        (launch.key["head_dim"], launch.key["dtype"])
+        for launch in launches(architecture, ("forward", "wide"))
+    }
+    for head_dim in (40, 64, 80, 128, 160, 256, 512):
+        for dtype in ("float16", "bfloat16"):
+            assert (head_dim, dtype) in found
+    for head_dim in (40, 64, 80, 128, 512):
+        assert (head_dim, "float32") in found
+    backward = {launch.key["head_dim"] for launch in launches(architecture, ("backward",))}
+    assert backward == {40, 64, 80, 128, 160, 256}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [80, 86, 89, 90, 100, 120])
-def test_every_configuration_of_dispatch_is_clean(architecture: int) -> None:
-    facts = python("-m", "sdx_kernels._triton.aot", str(architecture))
-    assert len(facts) > 40
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_configuration_of_dispatch_is_clean(architecture: int, family: str) -> None:
+    facts = compiled(f"{architecture}:{family}")
+    assert len(facts) > 15 or (family == "tma" and architecture < 90)
     assert [fact for fact in facts if not fact["clean"]] == []

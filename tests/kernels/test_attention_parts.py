@@ -8,6 +8,7 @@ import torch
 from sdx_kernels import (
     InvalidInputs,
     LowerTriangularMask,
+    count,
     memory_efficient_attention,
     memory_efficient_attention_backward,
     memory_efficient_attention_forward_requires_grad,
@@ -43,21 +44,26 @@ def test_segments_of_keys_merge_to_the_whole(
     assert stacked[0].dtype == torch.float64
 
 
-def test_gradients_flow_through_merged_parts() -> None:
-    q, k, v = (t.double().requires_grad_() for t in random_inputs(1, 6, 10, 2, 8))
-    bias = torch.randn(1, 2, 6, 10, dtype=torch.float64, requires_grad=True)
+@pytest.mark.parametrize("op", ["reference", "triton"])
+@pytest.mark.parametrize("head_dim", [8, 264])
+def test_gradients_flow_through_merged_parts(interpreter: None, op: str, head_dim: int) -> None:
+    dtype, limit = (torch.float64, 1e-12) if op == "reference" else (torch.float32, 1e-4)
+    before = count("triton-backward") + count("triton-wide-backward")
+    q, k, v = (t.to(dtype).requires_grad_() for t in random_inputs(1, 6, 10, 2, head_dim))
+    bias = torch.randn(1, 2, 6, 10, dtype=dtype, requires_grad=True)
     whole = memory_efficient_attention(q, k, v, bias, op="reference")
     upstream = torch.randn_like(whole)
     expected = torch.autograd.grad(whole, (q, k, v, bias), upstream)
     parts = [
-        memory_efficient_attention_partial(q, k[:, cut], v[:, cut], bias[..., cut], op="reference")
+        memory_efficient_attention_partial(q, k[:, cut], v[:, cut], bias[..., cut], op=op)
         for cut in (slice(0, 3), slice(3, 10))
     ]
     out, _ = merge_attentions(*zip(*parts, strict=True))
-    for one, other in zip(
-        torch.autograd.grad(out, (q, k, v, bias), upstream), expected, strict=True
-    ):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    grads = torch.autograd.grad(out, (q, k, v, bias), upstream)
+    for one, other in zip(grads, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=limit)
+    ran = count("triton-backward") + count("triton-wide-backward") - before
+    assert ran == (2 if op == "triton" else 0)
 
 
 def test_rows_that_attend_nothing_stay_zero_and_have_finite_gradients() -> None:

@@ -7,6 +7,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import triton
@@ -15,7 +16,6 @@ from sdx_kernels import target
 from sdx_kernels.bias import Band
 from sdx_kernels.checks import Dropout
 from sdx_kernels.errors import LaunchRefused
-from sdx_kernels.tuning.attention import AttentionConfig
 
 __all__ = [
     "LN2",
@@ -26,6 +26,8 @@ __all__ = [
     "run_ladder",
     "say_first_use",
 ]
+
+Config = TypeVar("Config")
 
 _log = logging.getLogger("sdx_kernels")
 
@@ -86,9 +88,7 @@ def say_first_use() -> None:
 
 
 def run_ladder(
-    key: tuple[object, ...],
-    ladder: tuple[AttentionConfig, ...],
-    launch: Callable[[AttentionConfig], None],
+    key: tuple[object, ...], ladder: tuple[Config, ...], launch: Callable[[Config], None]
 ) -> None:
     """Launches the first step that the driver accepts and remembers it.
 

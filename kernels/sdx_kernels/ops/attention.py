@@ -68,7 +68,9 @@ def run(
                 choice = OPERATOR.require(inputs, rest)
             else:
                 break
-    launches[choice.name] += 1
+    # a traced graph would count once, and be traced again because the count has changed
+    if not torch.compiler.is_compiling():
+        launches[choice.name] += 1
     if refused:
         choice = Choice(choice.name, {**choice.reasons, **refused})
     return out.reshape(inputs.shape), lse, choice

@@ -279,7 +279,7 @@ def backward(inputs: BackwardInputs, only: tuple[str, ...] | None) -> Any:
             gradients = BACKWARD.get(choice.name).run(inputs)
         except LaunchRefused:
             refused.append(choice.name)
-            names = only or tuple(BACKWARD.names())
+            names = only or tuple(i.name for i in BACKWARD.ordered() if i.priority >= 0)
             rest = tuple(name for name in names if name not in refused)
             if not rest:
                 raise

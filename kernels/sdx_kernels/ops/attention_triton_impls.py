@@ -1,0 +1,294 @@
+"""Our kernels as implementations: the portable one, and those for one kind of shape each.
+
+The latter run when named. Automatic choice passes them over until a table of measured times says
+where they are the fastest; nothing is timed at run time.
+"""
+
+import functools
+
+import torch
+
+from sdx_kernels.checks import AttentionInputs, Signature
+from sdx_kernels.ops.attention_reasons import HALF, OLDEST, triton_reasons
+from sdx_kernels.registry import TOLERANCE, Impl
+from sdx_kernels.tuning.attention import (
+    MAX_AUTOMATIC_FP32_DIM,
+    MAX_HEAD_DIM,
+    AttentionConfig,
+    ladder_for,
+)
+from sdx_kernels.tuning.attention_short import (
+    MAX_SHORT_HEAD_DIM,
+    MAX_SHORT_KEYS,
+    ShortConfig,
+    ladder_for_short,
+)
+from sdx_kernels.tuning.attention_tma import MAX_TMA_HEAD_DIM, TmaConfig, ladder_for_tma
+from sdx_kernels.tuning.attention_wide import (
+    MAX_WIDE_DIM,
+    WideConfig,
+    WideKind,
+    wide_ladder_for,
+)
+
+__all__ = ["NOT_RUN_YET", "TRITON_IMPLEMENTATIONS", "unit_stride", "wide_kind", "width_reason"]
+
+#: priority of kernels that are interpreted and compiled in tests but that no card has run yet:
+#: they run when named
+NOT_RUN_YET = -1
+
+Result = tuple[torch.Tensor, torch.Tensor | None]
+
+#: the first cards that load through tensor descriptors; interpreted launches take their tiles
+_DESCRIPTORS = (9, 0)
+
+
+def width_reason(s: Signature, limit: int) -> list[str]:
+    """Why head dims are refused; empty when they are not."""
+    if max(s.head_dim, s.value_dim) <= limit:
+        return []
+    return [f"max(query.shape[-1], value.shape[-1]) > {limit}"]
+
+
+def _triton_reasons(s: Signature) -> list[str]:
+    reasons = triton_reasons(s) + width_reason(s, MAX_HEAD_DIM)
+    width = max(s.head_dim, s.value_dim)
+    if not reasons and not _ladder(s):
+        reasons.append(_no_ladder(s))
+    if s.dtype == torch.float32 and width > MAX_AUTOMATIC_FP32_DIM and not s.explicit:
+        reasons.append(
+            f"float32 with max(query.shape[-1], value.shape[-1]) > {MAX_AUTOMATIC_FP32_DIM} spills "
+            f"registers: op='triton' asks for it all the same"
+        )
+    if s.dropout == 1.0:
+        reasons.append("dropout = 1.0")
+    return reasons
+
+
+@functools.lru_cache(maxsize=1024)
+def _ladder(s: Signature) -> tuple[AttentionConfig, ...]:
+    capability = s.target.capability or OLDEST
+    limit = s.target.shared_memory_bytes or None
+    return ladder_for(
+        capability,
+        s.head_dim,
+        s.value_dim,
+        s.dtype,
+        s.keys,
+        s.bias != "none",
+        bool(s.band),
+        limit,
+        packed=s.packed,
+        key_mask=s.key_mask,
+        dropout=s.dropout > 0.0,
+    )
+
+
+def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as a kernel may read it: dense in its last dim, with the values of its memory."""
+    # a lazily negated view (the imaginary part of a conjugate) holds the wrong sign in memory
+    tensor = tensor.resolve_neg()
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _run_triton(inputs: AttentionInputs) -> Result:
+    from sdx_kernels._triton.attention_fwd import launch_attention_fwd
+
+    return launch_attention_fwd(
+        unit_stride(inputs.query),
+        unit_stride(inputs.key),
+        unit_stride(inputs.value),
+        None if inputs.bias is None else inputs.bias.resolve_neg(),
+        scale=inputs.scale,
+        key_mask=inputs.key_mask,
+        band=inputs.band,
+        packed=inputs.packed,
+        dropout=inputs.dropout,
+        output_dtype=inputs.output_dtype,
+        with_lse=inputs.signature.lse,
+        ladder=_ladder(inputs.signature),
+    )
+
+
+def _structure_reasons(s: Signature, *, key_mask: bool) -> list[str]:
+    reasons = []
+    if s.band or s.packed or s.foreign or (s.key_mask and not key_mask):
+        reasons.append(f"attn_bias type is {s.structure}")
+    if s.dropout > 0.0:
+        reasons.append("dropout > 0.0")
+    return reasons
+
+
+def _no_ladder(s: Signature) -> str:
+    return f"no tile fits the {s.target.shared_memory_bytes} bytes of shared memory"
+
+
+@functools.lru_cache(maxsize=1024)
+def _short_ladder(s: Signature) -> tuple[ShortConfig, ...]:
+    return ladder_for_short(
+        s.target.capability or _DESCRIPTORS,
+        s.head_dim,
+        s.value_dim,
+        s.dtype,
+        s.keys,
+        s.bias != "none",
+        s.target.shared_memory_bytes or None,
+    )
+
+
+def _short_reasons(s: Signature) -> list[str]:
+    reasons = triton_reasons(s, HALF) + width_reason(s, MAX_SHORT_HEAD_DIM)
+    reasons += _structure_reasons(s, key_mask=True)
+    if s.keys > MAX_SHORT_KEYS:
+        reasons.append(f"key.shape[1] > {MAX_SHORT_KEYS}")
+    if not reasons and not _short_ladder(s):
+        reasons.append(_no_ladder(s))
+    return reasons
+
+
+def _run_short(inputs: AttentionInputs) -> Result:
+    from sdx_kernels._triton.attention_short import launch_attention_short
+
+    return launch_attention_short(
+        unit_stride(inputs.query),
+        unit_stride(inputs.key),
+        unit_stride(inputs.value),
+        None if inputs.bias is None else inputs.bias.resolve_neg(),
+        scale=inputs.scale,
+        key_mask=inputs.key_mask,
+        output_dtype=inputs.output_dtype,
+        with_lse=inputs.signature.lse,
+        ladder=_short_ladder(inputs.signature),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _tma_ladder(s: Signature) -> tuple[TmaConfig, ...]:
+    return ladder_for_tma(
+        s.target.capability or _DESCRIPTORS,
+        s.head_dim,
+        s.value_dim,
+        s.dtype,
+        s.keys,
+        s.target.shared_memory_bytes or None,
+    )
+
+
+def _tma_reasons(s: Signature) -> list[str]:
+    reasons = triton_reasons(s, HALF, _DESCRIPTORS) + width_reason(s, MAX_TMA_HEAD_DIM)
+    reasons += _structure_reasons(s, key_mask=False)
+    if s.bias != "none":
+        reasons.append("attn_bias is a tensor")
+    if s.head_dim % 8 or s.value_dim % 8:
+        reasons.append("head dims are not multiples of 8")
+    if not reasons and not _tma_ladder(s):
+        reasons.append(_no_ladder(s))
+    return reasons
+
+
+def _run_tma(inputs: AttentionInputs) -> Result:
+    from sdx_kernels._triton.attention_tma import launch_attention_tma
+
+    return launch_attention_tma(
+        unit_stride(inputs.query),
+        unit_stride(inputs.key),
+        unit_stride(inputs.value),
+        scale=inputs.scale,
+        output_dtype=inputs.output_dtype,
+        with_lse=inputs.signature.lse,
+        ladder=_tma_ladder(inputs.signature),
+    )
+
+
+def wide_kind(s: Signature) -> WideKind:
+    """What the wide kernels are compiled for."""
+    # a band of any kind is compiled with the bounds it has; a causal one has only the right
+    return WideKind(
+        s.head_dim,
+        s.value_dim,
+        s.dtype,
+        s.bias_dtype,
+        left=s.band == "local",
+        right=bool(s.band),
+        key_mask=s.key_mask,
+        bias_grad=s.bias_grad,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _wide_ladder(s: Signature) -> tuple[WideConfig, ...]:
+    limit = s.target.shared_memory_bytes or None
+    return wide_ladder_for(s.target.capability or OLDEST, wide_kind(s), limit)
+
+
+def _wide_reasons(s: Signature) -> list[str]:
+    reasons = triton_reasons(s) + width_reason(s, MAX_WIDE_DIM)
+    if s.packed:
+        reasons.append(f"attn_bias type is {s.structure}")
+    if s.dropout > 0.0:
+        reasons.append("dropout > 0.0")
+    if not reasons and not _wide_ladder(s):
+        reasons.append(_no_ladder(s))
+    return reasons
+
+
+def _run_wide(inputs: AttentionInputs) -> Result:
+    from sdx_kernels._triton.attention_wide_launch import launch_attention_wide_fwd
+
+    return launch_attention_wide_fwd(
+        unit_stride(inputs.query),
+        unit_stride(inputs.key),
+        unit_stride(inputs.value),
+        None if inputs.bias is None else inputs.bias.resolve_neg(),
+        scale=inputs.scale,
+        key_mask=inputs.key_mask,
+        band=inputs.band,
+        output_dtype=inputs.output_dtype,
+        with_lse=inputs.signature.lse,
+        ladder=_wide_ladder(inputs.signature),
+    )
+
+
+TRITON_IMPLEMENTATIONS = (
+    Impl(
+        name="triton",
+        priority=30,
+        reasons=_triton_reasons,
+        run=_run_triton,
+        tolerance=TOLERANCE,
+        closest=(
+            f"float16, bfloat16 or float32 with head dims up to {MAX_HEAD_DIM} on an "
+            f"NVIDIA GPU of capability 8.0 or newer"
+        ),
+    ),
+    Impl(
+        name="triton-wide",
+        priority=NOT_RUN_YET,
+        reasons=_wide_reasons,
+        run=_run_wide,
+        tolerance=TOLERANCE,
+        closest=(
+            f"head dims up to {MAX_WIDE_DIM}, no packed sequences, p=0.0, on an NVIDIA GPU of "
+            f"capability 8.0 or newer"
+        ),
+    ),
+    Impl(
+        name="triton-short",
+        priority=NOT_RUN_YET,
+        reasons=_short_reasons,
+        run=_run_short,
+        tolerance=TOLERANCE,
+        closest=f"at most {MAX_SHORT_KEYS} keys, head dims up to {MAX_SHORT_HEAD_DIM}, 16 bits",
+    ),
+    Impl(
+        name="triton-tma",
+        priority=NOT_RUN_YET,
+        reasons=_tma_reasons,
+        run=_run_tma,
+        tolerance=TOLERANCE,
+        closest=(
+            f"no mask, head dims up to {MAX_TMA_HEAD_DIM} in multiples of 8, 16 bits, on an "
+            f"NVIDIA GPU of capability 9.0 or newer"
+        ),
+    ),
+)
