@@ -1,4 +1,4 @@
-"""Attaches the three methods to diffusers when, and only when, diffusers is imported."""
+"""Attaches the three methods to diffusers, and names our backend, once diffusers is imported."""
 
 import sys
 import warnings
@@ -14,6 +14,7 @@ _HOSTS = {
     "diffusers.pipelines.pipeline_utils": "DiffusionPipeline",
     "diffusers.models.modeling_utils": "ModelMixin",
 }
+_DISPATCHER = "diffusers.models.attention_dispatch"
 
 
 def _method(kind: str, name: str) -> Any:
@@ -73,8 +74,22 @@ def _attach(host: type, kind: str) -> None:
         setattr(host, name, method)
 
 
+def _name_backend(loaded: ModuleType) -> None:
+    """Make `set_attention_backend("sdx_accel")` work before any `enable_xattn()`."""
+    from sdx_patches import dispatcher
+
+    dispatcher.available()
+
+
 def register() -> None:
-    """Hook into diffusers' two base classes; fires at once for what is already imported."""
+    """Hook into diffusers' two base classes; fires at once for what is already imported.
+
+    Its attention dispatcher, once loaded, is told of our backend; nothing is chosen by that.
+    """
+    if _DISPATCHER in sys.modules:
+        _name_backend(sys.modules[_DISPATCHER])
+    else:
+        wrapt.register_post_import_hook(_name_backend, _DISPATCHER)
     for module, host in _HOSTS.items():
         kind = "pipeline" if host == "DiffusionPipeline" else "model"
 

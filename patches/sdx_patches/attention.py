@@ -6,17 +6,47 @@ processor from its class alone when it loads or unloads an IP-Adapter.
 """
 
 import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from sdx_kernels.errors import InvalidInputs
 from sdx_kernels.ops import attend
+from sdx_kernels.registry import Choice
 from sdx_patches.session import PatchSession, Site, record, settings_of, site_of
 
-__all__ = ["SdxAttnProcessor", "SdxFusedAttnProcessor", "install", "stand_in", "uninstall"]
+__all__ = [
+    "SdxAttnProcessor",
+    "SdxFusedAttnProcessor",
+    "Segment",
+    "SharesWeights",
+    "attend_heads",
+    "attend_segments",
+    "attention_bias",
+    "finish",
+    "install",
+    "split_heads",
+    "stand_in",
+    "stored_signature",
+    "tokens_of",
+    "uninstall",
+]
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+def stored_signature(call: Call) -> Call:
+    """`call` with its signature stored on it.
+
+    diffusers asks for the signature at each of the 140 calls of an SDXL step, to drop the
+    arguments that are not named in it; a stored one saves 15 µs of 25.
+    """
+    call.__signature__ = inspect.signature(call)  # type: ignore[attr-defined]
+    return call
 
 
 class SdxAttnProcessor:
@@ -41,6 +71,7 @@ class SdxAttnProcessor:
             split_heads(attn.to_v(source), attn.heads),
         )
 
+    @stored_signature
     def __call__(
         self,
         attn: Any,
@@ -69,49 +100,25 @@ class SdxAttnProcessor:
         Raises:
             InvalidInputs: the mask's length is not the number of keys.
         """
-        residual = hidden_states
-        if attn.spatial_norm is not None:
-            hidden_states = attn.spatial_norm(hidden_states, temb)
-        picture_shape = hidden_states.shape if hidden_states.dim() == 4 else None
-        if picture_shape is not None:
-            hidden_states = hidden_states.flatten(2).transpose(1, 2)
-        if attn.group_norm is not None:
-            hidden_states = attn.group_norm(hidden_states.transpose(1, 2)).transpose(1, 2)
-        if encoder_hidden_states is not None and attn.norm_cross is not None:
-            encoder_hidden_states = attn.norm_encoder_hidden_states(encoder_hidden_states)
+        query, key, value = self.prepare(attn, hidden_states, encoder_hidden_states, temb)
+        bias = attention_bias(attention_mask, query.shape[0], attn.heads, key.shape[1])
+        out, choice = attend_heads(attn, query, key, value, bias)
+        record(attn, choice)
+        return finish(attn, out, hidden_states)
 
-        query, key, value = self.project(attn, hidden_states, encoder_hidden_states)
+    def prepare(
+        self, attn: Any, hidden_states: Tensor, context: Tensor | None, temb: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value with every norm of the module applied."""
+        hidden_states = tokens_of(attn, hidden_states, temb)
+        if context is not None and attn.norm_cross is not None:
+            context = attn.norm_encoder_hidden_states(context)
+        query, key, value = self.project(attn, hidden_states, context)
         if attn.norm_q is not None:
             query = attn.norm_q(query)
         if attn.norm_k is not None:
             key = attn.norm_k(key)
-        dtype = query.dtype
-        if attn.upcast_attention:
-            # upcast_softmax needs nothing: every implementation keeps its scores and softmax in
-            # fp32, so only the request for fp32 products costs anything
-            query, key, value = query.float(), key.float(), value.float()
-        bias = attention_bias(attention_mask, query.shape[0], attn.heads, key.shape[1])
-        op = settings_of(attn).attention_op
-        hidden_states, choice = attend(query, key, value, bias, 0.0, attn.scale, op=op)
-        record(attn, choice)
-
-        hidden_states = hidden_states.to(dtype).flatten(2)
-        for layer in attn.to_out:
-            hidden_states = layer(hidden_states)
-        if picture_shape is not None:
-            hidden_states = hidden_states.transpose(1, 2).reshape(picture_shape)
-        if attn.residual_connection:
-            hidden_states = hidden_states + residual
-        if attn.rescale_output_factor != 1.0:
-            hidden_states = hidden_states / attn.rescale_output_factor
-        return hidden_states
-
-
-# diffusers asks for the signature at each of the 140 calls of an SDXL step; a stored one saves
-# 15 µs of 25
-SdxAttnProcessor.__call__.__signature__ = inspect.signature(  # type: ignore[attr-defined]
-    SdxAttnProcessor.__call__
-)
+        return query, key, value
 
 
 class SdxFusedAttnProcessor(SdxAttnProcessor):
@@ -137,6 +144,110 @@ def split_heads(tensor: Tensor, heads: int) -> Tensor:
     """(batch, length, heads·dim) as a (batch, length, heads, dim) view."""
     # view and not unflatten, which is Python: 2 µs a call, three calls a layer
     return tensor.view(tensor.shape[0], tensor.shape[1], heads, -1)
+
+
+def tokens_of(attn: Any, hidden_states: Tensor, temb: Tensor | None) -> Tensor:
+    """The layer's input as normalised tokens, (batch, length, channels).
+
+    Args:
+        attn: the module, with its `spatial_norm` and `group_norm`, either of which may be None.
+        hidden_states: (batch, length, channels) or (batch, channels, height, width).
+        temb: (batch, channels, height, width), what the spatial norm is conditioned on.
+    """
+    if attn.spatial_norm is not None:
+        hidden_states = attn.spatial_norm(hidden_states, temb)
+    if hidden_states.dim() == 4:
+        hidden_states = hidden_states.flatten(2).transpose(1, 2)
+    if attn.group_norm is not None:
+        hidden_states = attn.group_norm(hidden_states.transpose(1, 2)).transpose(1, 2)
+    return hidden_states
+
+
+def attend_heads(
+    attn: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Choice]:
+    """Attention of one module's heads, with its scale and its wish for fp32.
+
+    Args:
+        attn: the module.
+        query, key, value: (batch, length, heads, dim).
+        bias: broadcasts to (batch, heads, queries, keys); float or bool.
+
+    Returns:
+        (batch, queries, heads·dim) in the query's dtype, and what ran.
+    """
+    dtype = query.dtype
+    if attn.upcast_attention:
+        # upcast_softmax needs nothing: every implementation keeps its scores and softmax in
+        # fp32, so only the request for fp32 products costs anything
+        query, key, value = query.float(), key.float(), value.float()
+    op = settings_of(attn).attention_op
+    out, choice = attend(query, key, value, bias, 0.0, attn.scale, op=op)
+    return out.to(dtype).flatten(2), choice
+
+
+class Segment(NamedTuple):
+    """A part of a layer's keys, and what is added to the scores of its keys.
+
+    Attributes:
+        key: (batch, length, heads, dim).
+        value: (batch, length, heads, dim).
+        bias: broadcasts to (batch, heads, queries, length); None adds nothing.
+    """
+
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None = None
+
+
+def attend_segments(attn: Any, query: Tensor, segments: Sequence[Segment]) -> tuple[Tensor, Choice]:
+    """Attention over several segments of keys as if they were one sequence.
+
+    Returns:
+        (batch, queries, heads·dim) in the query's dtype, and what ran.
+    """
+    # The one place where segments are joined. `merge_attentions` of one partial attention a
+    # segment gives the same, but not for less: where the output has n bytes in 16 bits, joining
+    # keys and values moves 4 n bytes, the merge of two parts in fp32 about 23 n.
+    if len(segments) == 1:
+        return attend_heads(attn, query, *segments[0])
+    key = torch.cat([segment.key for segment in segments], dim=1)
+    value = torch.cat([segment.value for segment in segments], dim=1)
+    return attend_heads(attn, query, key, value, _joined_bias(segments))
+
+
+def _joined_bias(segments: Sequence[Segment]) -> Tensor | None:
+    like = next((segment.bias for segment in segments if segment.bias is not None), None)
+    if like is None:
+        return None
+    # True where the mask is boolean, 0 where it is added
+    nothing = like.new_ones(()) if like.dtype == torch.bool else like.new_zeros(())
+    parts = [
+        nothing.expand(*like.shape[:-1], segment.key.shape[1])
+        if segment.bias is None
+        else segment.bias
+        for segment in segments
+    ]
+    return torch.cat(parts, dim=-1)
+
+
+def finish(attn: Any, out: Tensor, residual: Tensor) -> Tensor:
+    """The output projection, back to a picture where the input was one, residual and rescaling.
+
+    Args:
+        attn: the module.
+        out: (batch, length, heads·dim).
+        residual: the layer's input.
+    """
+    for layer in attn.to_out:
+        out = layer(out)
+    if residual.dim() == 4:
+        out = out.transpose(1, 2).reshape(residual.shape)
+    if attn.residual_connection:
+        out = out + residual
+    if attn.rescale_output_factor != 1.0:
+        out = out / attn.rescale_output_factor
+    return out
 
 
 def attention_bias(mask: Tensor | None, batch: int, heads: int, keys: int) -> Tensor | None:
@@ -169,11 +280,34 @@ def attention_bias(mask: Tensor | None, batch: int, heads: int, keys: int) -> Te
     )
 
 
+class SharesWeights(SdxAttnProcessor):
+    """A stand-in for a processor that is a module: it holds the same weights, not copies.
+
+    Whatever the host's processor holds (submodules, hooks, its list of scales) both hold, so
+    `parameters()`, `state_dict()` and loaders see what they saw before. No `stored_signature`
+    here: on a module, torch.compile(fullgraph=True) fails on it.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "stock":
+            super().__setattr__(name, value)
+            return
+        # past torch's own __setattr__, which would register it as a submodule and so list every
+        # weight twice
+        vars(self)["stock"] = value
+        if value is not None:
+            vars(self).update(vars(value))
+
+    def hand_back(self) -> None:
+        """Write to the host's processor what was assigned to this one meanwhile."""
+        vars(self.stock).update({k: v for k, v in vars(self).items() if k != "stock"})
+
+
 def install(attn: Any, session: PatchSession, processor: type[SdxAttnProcessor] | None) -> None:
     """Claim `attn` for the session and put a `processor` in the place of the host's.
 
     Args:
-        attn: a diffusers `Attention` whose processor is plain (not a module with weights).
+        attn: a diffusers `Attention`.
         session: the running session; its failure puts the host's processor back.
         processor: the class that stands in for the one that is there; None where the one that
             is there is ours already.
@@ -182,7 +316,7 @@ def install(attn: Any, session: PatchSession, processor: type[SdxAttnProcessor] 
     site = session.claim(attn)
     if not any(isinstance(undo, RestoreProcessor) for undo in site.undo):
         site.undo.append(RestoreProcessor(attn))
-    session.on_failure(partial(setattr, attn, "processor", current))
+    session.on_failure(partial(_put, attn, current))
     if processor is not None:
         stand_in(attn, site, processor)
 
@@ -191,7 +325,7 @@ def stand_in(attn: Any, site: Site, processor: type[SdxAttnProcessor]) -> None:
     """Replace the host's processor of a claimed module, remembering it for the way back."""
     ours = processor()
     ours.stock = site.stock = attn.processor
-    attn.processor = ours
+    _put(attn, ours)
 
 
 def uninstall(attn: Any) -> None:
@@ -201,8 +335,20 @@ def uninstall(attn: Any) -> None:
         return
     site = site_of(attn)
     stock = site.stock if ours.stock is None and site is not None else ours.stock
-    if stock is not None:
-        attn.processor = stock
+    if stock is None:
+        return
+    if isinstance(ours, SharesWeights) and ours.stock is stock:
+        ours.hand_back()
+    _put(attn, stock)
+
+
+def _put(attn: Any, processor: Any) -> None:
+    if attn.processor is processor:
+        return
+    # torch lets nothing but a module take a module's place
+    if not isinstance(processor, nn.Module):
+        attn._modules.pop("processor", None)
+    attn.processor = processor
 
 
 @dataclass

@@ -8,13 +8,18 @@ from typing import Any, Final
 
 __all__ = [
     "ATTENTION",
+    "BACKEND",
     "BEFORE_FUSING",
+    "CASTING_HOOK",
     "CHECKED",
     "CLIP_ATTENTION",
     "DISPATCHER_ATTENTION",
+    "HOOKS",
     "IMPLEMENTATION",
+    "OTHER_ENCODERS",
+    "PARALLEL",
     "SET_DEFAULT",
-    "T5_ATTENTION",
+    "T5_ATTENTIONS",
     "TORCH_ATTENTION",
     "is_a",
     "missing",
@@ -29,8 +34,36 @@ CHECKED: Final = {"diffusers": ("0.40.0", "0.42.1"), "transformers": ("5.6.0", "
 ATTENTION: Final = "diffusers.models.attention_processor.Attention"
 DISPATCHER_ATTENTION: Final = "diffusers.models.attention.AttentionModuleMixin"
 CLIP_ATTENTION: Final = "transformers.models.clip.modeling_clip.CLIPAttention"
-T5_ATTENTION: Final = "transformers.models.t5.modeling_t5.T5Attention"
+T5_ATTENTIONS: Final = (
+    "transformers.models.t5.modeling_t5.T5Attention",
+    "transformers.models.mt5.modeling_mt5.MT5Attention",
+    "transformers.models.umt5.modeling_umt5.UMT5Attention",
+)
+#: Other encoders that diffusers' pipelines use.
+OTHER_ENCODERS: Final = (
+    "diffusers.pipelines.kolors.text_encoder.SelfAttention",
+    "transformers.models.clap.modeling_clap.ClapTextSelfAttention",
+    "transformers.models.dpt.modeling_dpt.DPTSelfAttention",
+    "transformers.models.gemma.modeling_gemma.GemmaAttention",
+    "transformers.models.gemma2.modeling_gemma2.Gemma2Attention",
+    "transformers.models.gpt2.modeling_gpt2.GPT2Attention",
+    "transformers.models.llama.modeling_llama.LlamaAttention",
+    "transformers.models.qwen2.modeling_qwen2.Qwen2Attention",
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLAttention",
+    "transformers.models.siglip.modeling_siglip.SiglipAttention",
+    "transformers.models.xlm_roberta.modeling_xlm_roberta.XLMRobertaSelfAttention",
+)
 TORCH_ATTENTION: Final = "torch.nn.modules.activation.MultiheadAttention"
+
+#: Attributes of a processor that calls diffusers' attention dispatcher: the backend it names, and
+#: how it splits a sequence over devices; None where it does neither.
+BACKEND: Final = "_attention_backend"
+PARALLEL: Final = "_parallel_config"
+
+#: Module attribute: diffusers' registry of hooks, and in it the hook that casts a layer from the
+#: dtype it is stored in to the one it computes in, at each call.
+HOOKS: Final = "_diffusers_hook"
+CASTING_HOOK: Final = "layerwise_casting"
 
 #: Model attribute: the processors put aside by `fuse_qkv_projections()` for the way back.
 BEFORE_FUSING: Final = "original_attn_processors"
@@ -44,10 +77,19 @@ IMPLEMENTATION: Final = "_attn_implementation_internal"
 
 _HOST_NAMES = (
     "diffusers.models.attention:AttentionModuleMixin",
+    "diffusers.models.attention_dispatch:AttentionBackendName._value2member_map_",
+    "diffusers.models.attention_dispatch:_AttentionBackendRegistry._backends",
+    "diffusers.models.attention_dispatch:_AttentionBackendRegistry.register",
     "diffusers.models.attention_processor:Attention.norm_encoder_hidden_states",
+    "diffusers.hooks.hooks:HookRegistry.get_hook",
+    "diffusers.image_processor:IPAdapterMaskProcessor.downsample",
+    "diffusers.models.attention_processor:AttnAddedKVProcessor2_0",
     "diffusers.models.attention_processor:AttnProcessor",
     "diffusers.models.attention_processor:AttnProcessor2_0",
+    "diffusers.models.attention_processor:CustomDiffusionAttnProcessor2_0",
     "diffusers.models.attention_processor:FusedAttnProcessor2_0",
+    "diffusers.models.attention_processor:IPAdapterAttnProcessor2_0",
+    "diffusers.models.attention_processor:JointAttnProcessor2_0",
     "diffusers.models.attention_processor:SlicedAttnProcessor",
     "diffusers.models.attention_processor:XFormersAttnProcessor",
     "diffusers.models.unets.unet_2d_condition:UNet2DConditionModel.set_default_attn_processor",
@@ -55,7 +97,9 @@ _HOST_NAMES = (
     "transformers:AttentionMaskInterface.register",
     "transformers.masking_utils:sdpa_mask",
     "transformers.models.clip.modeling_clip:CLIPAttention",
+    "transformers.models.mt5.modeling_mt5:MT5Attention",
     "transformers.models.t5.modeling_t5:T5Attention",
+    "transformers.models.umt5.modeling_umt5:UMT5Attention",
 )
 
 

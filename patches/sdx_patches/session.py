@@ -3,7 +3,8 @@
 Knows torch modules and owners; must not know what any patch does or which host class it is for.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +15,7 @@ from torch import nn
 
 __all__ = [
     "EVERYONE",
+    "LOCK",
     "Op",
     "PatchSession",
     "Settings",
@@ -21,13 +23,19 @@ __all__ = [
     "components",
     "record",
     "release",
+    "release_all",
     "settings_of",
     "site_of",
+    "uncompiled",
 ]
 
 #: The one attribute that a patched module carries; it is deleted by the last owner's `restore`.
 #: On the module, and not in a table of ours, because it must follow deepcopy and pickle.
 ATTRIBUTE = "_sdx"
+
+#: Held while models are patched, restored, or swapped back by a hook: a second thread waits, and
+#: never sees a model half patched. Not held while anything computes.
+LOCK = threading.RLock()
 
 #: As an owner: whoever it was. A copy belongs to everyone, since the names of its owners are
 #: those of the original's.
@@ -116,8 +124,18 @@ def record(module: nn.Module, choice: Any) -> None:
         site.running, site.reasons = choice.name, choice.reasons
 
 
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The model inside what `torch.compile(model)` returned; any other module itself.
+
+    The wrapper passes attributes on to the model but keeps hooks of its own: a patch on it would
+    be half here and half there.
+    """
+    inner = module._modules.get("_orig_mod")
+    return module if inner is None else inner
+
+
 def components(root: Any) -> dict[str, nn.Module]:
-    """The modules of a pipeline by component name, or `{"": root}` for a module.
+    """The modules of a pipeline by component name, or `{"": root}` for a module; never compiled.
 
     Args:
         root: a diffusers pipeline (anything with a `components` mapping) or an `nn.Module`.
@@ -126,18 +144,32 @@ def components(root: Any) -> dict[str, nn.Module]:
         TypeError: `root` is neither.
     """
     if isinstance(root, nn.Module):
-        return {"": root}
+        return {"": uncompiled(root)}
     found = getattr(root, "components", None)
     if not isinstance(found, dict):
         raise TypeError(
             f"expected a diffusers pipeline or a torch.nn.Module, got {type(root).__name__}; "
             "pass the pipeline itself or one of its models"
         )
+    models = {n: uncompiled(part) for n, part in found.items() if isinstance(part, nn.Module)}
     seen: dict[int, str] = {}
-    for name, component in found.items():
-        if isinstance(component, nn.Module):
-            seen.setdefault(id(component), name)  # one model under two names is one model
-    return {name: found[name] for name in seen.values()}
+    for name, model in models.items():
+        seen.setdefault(id(model), name)  # one model under two names is one model
+    return {name: models[name] for name in seen.values()}
+
+
+def release_all(root: Any, owner: str) -> None:
+    """Take `owner` off every module of `root`; a model before its parts.
+
+    A model's undo entries may look at what is kept about its parts.
+
+    Raises:
+        TypeError: `root` is neither a pipeline nor a module.
+        Exception: the first that an undo entry raised, after all of them were called.
+    """
+    with LOCK:
+        modules = [m for component in components(root).values() for m in component.modules()]
+        _raise_first(_call_each(partial(release, module, owner) for module in modules))
 
 
 def release(module: nn.Module, owner: str) -> None:
@@ -202,14 +234,16 @@ class PatchSession:
     @contextmanager
     def applying(self) -> Iterator[None]:
         """A block in which everything claimed is put back, last first, if anything raises."""
-        try:
-            yield
-        except BaseException:
-            while self._rollback:
-                self._rollback.pop()()
-            self._modules.clear()
-            raise
-        self._rollback.clear()
+        with LOCK:
+            try:
+                yield
+            except BaseException as error:
+                for failed in _call_each(reversed(self._rollback)):
+                    error.add_note(f"and a part could not be put back: {failed!r}")
+                self._modules.clear()
+                raise
+            finally:
+                self._rollback.clear()
 
     def restore(self) -> None:
         """Undo what this session did, on the very modules that it patched.
@@ -217,8 +251,9 @@ class PatchSession:
         Unlike `restore(root, owner=…)` it also reaches models that the pipeline no longer has.
         A second call does nothing.
         """
-        while self._modules:
-            release(self._modules.pop(), self.owner)
+        with LOCK:
+            modules, self._modules = self._modules, []
+            _raise_first(_call_each(partial(release, m, self.owner) for m in reversed(modules)))
 
     def __enter__(self) -> "PatchSession":
         return self
@@ -231,6 +266,23 @@ def _drop(module: nn.Module) -> None:
     site = site_of(module)
     if site is None:
         return
-    while site.undo:
-        site.undo.pop()()
+    undo, site.undo = site.undo, []
+    failed = _call_each(reversed(undo))
     delattr(module, ATTRIBUTE)
+    _raise_first(failed)
+
+
+def _call_each(calls: Iterable[Callable[[], None]]) -> list[Exception]:
+    """Call them all, whatever one of them raises: half an undo would be worse than none."""
+    failed = []
+    for call in calls:
+        try:
+            call()
+        except Exception as error:
+            failed.append(error)
+    return failed
+
+
+def _raise_first(failed: list[Exception]) -> None:
+    if failed:
+        raise failed[0]

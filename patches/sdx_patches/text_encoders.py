@@ -1,4 +1,4 @@
-"""CLIP encoders, through the two attention registries of transformers.
+"""CLIP and T5 encoders, through the two attention registries of transformers.
 
 It knows configurations and the attention call of transformers; it must not know pipelines. The
 registries stay filled once used: an entry has no effect on a model whose configuration does not
@@ -9,6 +9,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sdx_kernels.bias import LowerTriangularMask
@@ -20,7 +21,9 @@ __all__ = [
     "NAME",
     "attention_function",
     "available",
+    "can_switch",
     "implementation_of",
+    "is_encoder_attention",
     "register",
     "switch",
 ]
@@ -64,6 +67,7 @@ def attention_function(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it.
@@ -76,6 +80,7 @@ def attention_function(
         scaling: factor of the scores; None = 1/√dim.
         dropout: probability, 0 outside training.
         is_causal: query i attends keys 0…i; None = what the module says of itself.
+        position_bias: added to the scores, (1, heads, queries, keys); T5 only.
         **kwargs: whatever else a model passes; unused.
 
     Returns:
@@ -85,6 +90,8 @@ def attention_function(
     if bias is None:
         causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
         bias = LowerTriangularMask() if causal and query.shape[2] > 1 else None
+    if position_bias is not None:
+        bias = _with_position_bias(bias, position_bias)
     out, choice = attend(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -96,6 +103,32 @@ def attention_function(
     )
     record(module, choice)
     return out, None
+
+
+def _with_position_bias(
+    bias: Tensor | LowerTriangularMask | None, position_bias: Tensor
+) -> Tensor | LowerTriangularMask:
+    if bias is None:
+        return position_bias  # stays (1, heads, …): the op broadcasts it over the batch
+    if isinstance(bias, LowerTriangularMask):
+        return bias.add_bias(position_bias)
+    if bias.dtype == torch.bool:
+        # not −∞: a prompt of padding only is the mean of its values, as without us
+        return torch.where(bias, position_bias, torch.finfo(position_bias.dtype).min)
+    return position_bias + bias
+
+
+def is_encoder_attention(module: nn.Module) -> bool:
+    """Whether `module` is of a kind that we serve: CLIP's, or that of an encoder of T5's family."""
+    if compat.is_a(module, compat.CLIP_ATTENTION):
+        return True
+    t5 = any(compat.is_a(module, name) for name in compat.T5_ATTENTIONS)
+    return t5 and not module.is_decoder
+
+
+def can_switch(module: nn.Module) -> bool:
+    """Whether `module` is an encoder's attention that nobody asked another implementation for."""
+    return is_encoder_attention(module) and implementation_of(module) in ("sdpa", NAME)
 
 
 def implementation_of(attention: nn.Module) -> str | None:
@@ -111,7 +144,7 @@ def switch(encoder: nn.Module, attentions: list[nn.Module], session: PatchSessio
 
     Args:
         encoder: the model that owns the modules.
-        attentions: its CLIP attention modules that use transformers' own implementation.
+        attentions: those of its modules that `can_switch`.
         session: the running session; its failure puts the configurations back.
     """
     register()

@@ -1,6 +1,7 @@
 """Tiny Stable Diffusion and SDXL pipelines with seeded random weights, built without a network."""
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from transformers import (
     CLIPTextModelWithProjection,
     CLIPTokenizer,
 )
+
+from sdx_patches import attention, text_encoders
 
 Build = Callable[..., Any]
 
@@ -147,3 +150,57 @@ def unet_out() -> Build:
             return unet(sample, 10, context[:, :tokens], **call).sample
 
     return run
+
+
+#: Where our op is called from: every processor and every encoder.
+CALLERS: tuple[ModuleType, ...] = (attention, text_encoders)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the implementations that ran, in order."""
+    names: list[str] = []
+
+    def counted(run: Any) -> Any:
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            out, choice = run(*args, **kwargs)
+            names.append(choice.name)
+            return out, choice
+
+        return counting
+
+    for module in CALLERS:
+        monkeypatch.setattr(module, "attend", counted(module.attend))
+    return names
+
+
+@pytest.fixture
+def op_dtypes(monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
+    """The dtypes of the queries, keys and values that reached our op."""
+    dtypes: set[torch.dtype] = set()
+    run = attention.attend
+
+    def noted(*tensors: Any, **kwargs: Any) -> Any:
+        dtypes.update(tensor.dtype for tensor in tensors[:3])
+        return run(*tensors, **kwargs)
+
+    monkeypatch.setattr(attention, "attend", noted)
+    return dtypes
+
+
+@pytest.fixture
+def shift_op(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Call it, and from then on our op adds one hundredth to its output."""
+
+    def shifted(run: Any) -> Any:
+        def shifting(*args: Any, **kwargs: Any) -> Any:
+            out, choice = run(*args, **kwargs)
+            return out + 1e-2, choice
+
+        return shifting
+
+    def shift() -> None:
+        for module in CALLERS:
+            monkeypatch.setattr(module, "attend", shifted(module.attend))
+
+    return shift

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import VQModel
+from diffusers import StableCascadeUNet, VQModel
 from diffusers.models import attention_processor as host
 from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
@@ -23,22 +23,6 @@ def patched(root: Any, **settings: Any) -> Any:
 
 def classes(root: nn.Module) -> set[type]:
     return {type(m.processor) for m in root.modules() if isinstance(m, Attention)}
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the implementations that ran, in order."""
-    names: list[str] = []
-    run = attention.attend
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        out, choice = run(*args, **kwargs)
-        names.append(choice.name)
-        return out, choice
-
-    monkeypatch.setattr(attention, "attend", counted)
-    monkeypatch.setattr(text_encoders, "attend", counted)
-    return names
 
 
 @pytest.mark.parametrize(("build", "attentions"), [("tiny_sd", 13), ("tiny_sdxl", 24)])
@@ -173,15 +157,7 @@ def test_case_012_a_mask_of_another_batch_is_refused() -> None:
         attn(torch.randn(2, 5, 32), attention_mask=torch.zeros(3, 1, 5))
 
 
-def test_case_039_scores_beyond_the_fp16_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = attention.attend
-    dtypes: set[torch.dtype] = set()
-
-    def noted(*tensors: Any, **kwargs: Any) -> Any:
-        dtypes.update(tensor.dtype for tensor in tensors[:3])
-        return run(*tensors, **kwargs)
-
-    monkeypatch.setattr(attention, "attend", noted)
+def test_case_039_scores_beyond_the_fp16_range(op_dtypes: set[torch.dtype]) -> None:
     torch.manual_seed(0)
     attn = Attention(query_dim=64, heads=1, dim_head=64, upcast_attention=True).eval()
     with torch.no_grad():
@@ -193,7 +169,7 @@ def test_case_039_scores_beyond_the_fp16_range(monkeypatch: pytest.MonkeyPatch) 
         assert scores.abs().max() > 65504
         ours = patched(attn)(hidden)
         assert ours.dtype == torch.float16
-        assert dtypes == {torch.float32}
+        assert op_dtypes == {torch.float32}
         sdx_patches.restore(attn, owner="test")
         expected = attn.float()(hidden.float())
     assert (ours - expected).abs().max() <= 2e-3
@@ -242,15 +218,35 @@ def test_every_part_of_a_module_is_honoured(
     assert torch.allclose(ours, expected, atol=1e-5)
 
 
-def test_unscaled_scores_are_honoured() -> None:
+@pytest.mark.parametrize("installed", [host.AttnProcessor, host.AttnProcessor2_0])
+def test_unscaled_scores_are_honoured(installed: Any) -> None:
     torch.manual_seed(0)
     attn = Attention(query_dim=32, heads=4, dim_head=8, scale_qk=False).eval()
     assert type(attn.processor) is host.AttnProcessor
     hidden = torch.randn(2, 15, 32)
     with torch.no_grad():
         expected = attn(hidden)
+        attn.set_processor(installed())
+        stock = attn(hidden)
         ours = patched(attn)(hidden)
     assert torch.allclose(ours, expected, atol=1e-5)
+    # the host's 2_0 scales whatever the module says
+    ignored = installed is host.AttnProcessor2_0
+    assert torch.allclose(stock, expected, atol=1e-5) is not ignored
+
+
+def test_softmax_in_fp32_is_nearer_than_the_16_bit_one() -> None:
+    torch.manual_seed(0)
+    attn = Attention(query_dim=32, heads=4, dim_head=8, upcast_softmax=True).half().eval()
+    hidden = torch.randn(2, 300, 32).half()
+    with torch.no_grad():
+        ours = patched(attn)(hidden)
+        sdx_patches.restore(attn, owner="test")
+        attn.set_processor(host.AttnProcessor())
+        with_fp32 = attn(hidden)
+        attn.upcast_softmax = False
+        expected = attn.float()(hidden.float())
+    assert (ours - expected).abs().max() <= 2 * (with_fp32 - expected).abs().max() + 1e-4
 
 
 def test_an_autoencoder_with_spatial_norm_equals_stock() -> None:
@@ -269,6 +265,32 @@ def test_an_autoencoder_with_spatial_norm_equals_stock() -> None:
     ran = [layer for layer in sdx_patches.layers(movq) if layer.running != "not run yet"]
     assert ran
     assert all(layer.patched for layer in sdx_patches.layers(movq))
+
+
+def test_a_model_without_a_list_of_processors_is_reached(calls: list[str]) -> None:
+    torch.manual_seed(0)
+    unet = StableCascadeUNet(
+        in_channels=4, out_channels=4, timestep_ratio_embedding_dim=8, conditioning_dim=16,
+        block_out_channels=(16, 32), num_attention_heads=(2, 4), down_num_layers_per_block=(1, 1),
+        up_num_layers_per_block=(1, 1), clip_text_in_channels=16, clip_text_pooled_in_channels=16,
+        clip_seq=4,
+    ).eval()  # fmt: skip
+    assert not hasattr(unet, "attn_processors")
+    for parameter in unet.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    call = dict(
+        sample=torch.randn(2, 4, 8, 8), timestep_ratio=torch.tensor([0.5, 0.5]),
+        clip_text_pooled=torch.randn(2, 1, 16), clip_text=torch.randn(2, 6, 16),
+    )  # fmt: skip
+    with torch.no_grad():
+        expected = unet(**call).sample
+        stock = [m.processor for m in unet.modules() if isinstance(m, Attention)]
+        ours = patched(unet)(**call).sample
+    assert torch.allclose(ours, expected, atol=1e-4)
+    assert len(calls) == len(stock) == 4
+    assert all(layer.patched for layer in sdx_patches.layers(unet))
+    sdx_patches.restore(unet, owner="test")
+    assert [m.processor for m in unet.modules() if isinstance(m, Attention)] == stock
 
 
 def test_gradients_equal_stock(tiny_unet: Any) -> None:

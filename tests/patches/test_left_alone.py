@@ -1,39 +1,25 @@
-"""What must not be replaced: weights, maps, added keys, joint attention; each with its reason."""
+"""What is replaced and what is not: every class of the host is accounted for, with its reason."""
 
+import inspect
 from typing import Any
 
+import pytest
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import StableDiffusionPAGPipeline
 from diffusers.models import attention_processor as host
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
 import sdx_patches
-from sdx_patches.attention import SdxAttnProcessor, SdxFusedAttnProcessor
+from sdx_patches import compat
+from sdx_patches.attention import SdxAttnProcessor
+from sdx_patches.families.tables import LEFT_PROCESSORS, REPLACED
+from sdx_patches.report import Layer
 
 
 def patched(root: Any, **settings: Any) -> Any:
     sdx_patches.patch(root, owner="test", **settings)
     return root
-
-
-def test_case_066_trained_processor_weights_are_kept(tiny_unet: Any) -> None:
-    unet = tiny_unet()
-    trained = [m for m in unet.modules() if isinstance(m, Attention)][:2]
-    for attn, cls in zip(
-        trained, (host.IPAdapterAttnProcessor2_0, host.CustomDiffusionAttnProcessor2_0), strict=True
-    ):
-        attn.set_processor(cls(hidden_size=64, cross_attention_dim=32))
-    kept = [attn.processor for attn in trained]
-    before = {id(p) for p in unet.parameters()}
-    patched(unet)
-    assert {id(p) for p in unet.parameters()} == before
-    assert [attn.processor for attn in trained] == kept
-    left = [layer for layer in sdx_patches.layers(unet) if not layer.patched]
-    assert [layer.running for layer in left] == [type(p).__name__ for p in kept]
-    assert all("trained weights" in layer.reason for layer in left)
-    sdx_patches.restore(unet, owner="test")
-    assert {id(p) for p in unet.parameters()} == before
 
 
 class RecordingProcessor(host.AttnProcessor):
@@ -69,41 +55,89 @@ def test_case_081_attention_maps_of_a_users_processor(tiny_unet: Any, unet_out: 
     assert all("attention maps" in layer.reason for layer in left)
 
 
-def test_case_083_added_keys_and_values_stay_stock(unet_out: Any) -> None:
-    torch.manual_seed(0)
-    unet = UNet2DConditionModel(
-        block_out_channels=(32, 64), layers_per_block=1, sample_size=8, norm_num_groups=8,
-        down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
-        mid_block_type="UNetMidBlock2DSimpleCrossAttn",
-        up_block_types=("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
-        cross_attention_dim=32, attention_head_dim=8, encoder_hid_dim=32,
-        addition_embed_type="text", addition_embed_type_num_heads=2,
-    ).eval()  # fmt: skip
-    expected = unet_out(unet)
+def unaccounted() -> list[str]:
+    """The host's processor classes that no table names."""
+    defined = [
+        cls
+        for name, cls in vars(host).items()
+        if isinstance(cls, type) and "Processor" in name and cls.__module__ == host.__name__
+    ]
+    assert len(defined) > 40
+    names = {compat.qualified_name(cls) for cls in defined}
+    return sorted(names - REPLACED.keys() - LEFT_PROCESSORS.keys())
+
+
+def test_every_processor_of_the_host_is_replaced_or_has_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert unaccounted() == []
+    assert all(LEFT_PROCESSORS.values())
+    new = type("NewAttnProcessor", (), {"__module__": host.__name__})
+    monkeypatch.setattr(host, "NewAttnProcessor", new, raising=False)
+    assert unaccounted() == [f"{host.__name__}.NewAttnProcessor"]
+
+
+@pytest.mark.parametrize("name", sorted(REPLACED))
+def test_our_classes_are_what_the_host_and_the_walk_expect(name: str) -> None:
+    ours = REPLACED[name].processor
+    stock = getattr(host, name.rpartition(".")[2])
+    made = ours()
+    assert isinstance(made, SdxAttnProcessor)
+    assert made.stock is None
+    # loaders and options of the host decide by these words, and by isinstance
+    assert "XFormers" not in str(ours)
+    assert "flash" not in str(ours).lower()
+    assert ("Added" in str(ours)) == ("Added" in name)
+    assert isinstance(made, torch.nn.Module) == issubclass(stock, torch.nn.Module)
+    named = set(inspect.signature(made.__call__).parameters)
+    theirs = inspect.signature(stock.__call__).parameters
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    passed = {n for n, parameter in theirs.items() if parameter.kind not in kinds} - {"self"}
+    assert passed <= named, "the host passes only arguments that are named"
+
+
+def test_perturbed_attention_guidance_stays_stock_and_is_reported(
+    tiny_unet: Any, tiny_sd: Any, latents: Any, calls: list[str]
+) -> None:
+    parts = {name: part for name, part in tiny_sd().components.items() if name != "image_encoder"}
+    pipe = StableDiffusionPAGPipeline(
+        **parts, pag_applied_layers=["mid"], requires_safety_checker=False
+    )
+    pipe.set_progress_bar_config(disable=True)
+    call = {"pag_scale": 0.9}
+    expected = latents(pipe, **call)
+    assert not torch.allclose(latents(pipe, pag_scale=0.0), expected, atol=1e-3)
+    seen: list[dict[str, Layer]] = []
+
+    def note(*args: Any) -> None:
+        seen.append({layer.path: layer for layer in sdx_patches.layers(pipe)})
+
+    patched(pipe)
+    handle = pipe.unet.register_forward_hook(note)
+    assert torch.allclose(latents(pipe, **call), expected, atol=1e-4)
+    handle.remove()
+    left = [layer for layer in seen[-1].values() if not layer.patched]
+    assert [layer.path for layer in left] == [
+        "unet.mid_block.attentions.0.transformer_blocks.0.attn1"
+    ]
+    assert left[0].running == "PAGCFGIdentitySelfAttnProcessor2_0"
+    assert "perturbed" in left[0].reason
+    assert len(calls) == 3 + 2 * (8 - 1) + 3
+    assert all(layer.patched for layer in sdx_patches.layers(pipe))
+    sdx_patches.restore(pipe, owner="test")
+    attentions = [m for m in pipe.unet.modules() if isinstance(m, Attention)]
+    assert {type(m.processor) for m in attentions} == {host.AttnProcessor2_0}
+
+
+def test_a_users_subclass_of_a_host_class_is_left_alone(tiny_unet: Any) -> None:
+    class Mine(host.IPAdapterAttnProcessor2_0):
+        pass
+
+    unet = tiny_unet()
+    attn = next(m for m in unet.modules() if isinstance(m, Attention))
+    attn.set_processor(Mine(hidden_size=64, cross_attention_dim=32))
+    mine = attn.processor
     patched(unet)
-    assert torch.equal(unet_out(unet), expected)
-    layers = [layer for layer in sdx_patches.layers(unet) if layer.running.startswith("Attn")]
-    assert layers
-    assert all(not layer.patched and "keys and values" in layer.reason for layer in layers)
+    assert attn.processor is mine
     sdx_patches.restore(unet, owner="test")
-
-
-def test_case_085_joint_attention_still_returns_two_tensors() -> None:
-    torch.manual_seed(0)
-    attn = Attention(
-        query_dim=32, heads=4, dim_head=8, context_pre_only=False, added_kv_proj_dim=32,
-        processor=host.JointAttnProcessor2_0(),
-    ).eval()  # fmt: skip
-    hidden, context = torch.randn(1, 6, 32), torch.randn(1, 3, 32)
-    with torch.no_grad():
-        expected = attn(hidden, encoder_hidden_states=context)
-        ours = patched(attn)(hidden, encoder_hidden_states=context)
-    assert [tensor.shape for tensor in ours] == [(1, 6, 32), (1, 3, 32)]
-    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
-    assert "two tensors" in sdx_patches.layers(attn)[0].reason
-
-
-def test_class_names_do_not_trip_the_hosts_checks() -> None:
-    for cls in (SdxAttnProcessor, SdxFusedAttnProcessor):
-        assert not any(word in str(cls) for word in ("XFormers", "Added", "flash"))
-        assert cls().stock is None
+    assert attn.processor is mine

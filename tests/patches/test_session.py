@@ -4,14 +4,19 @@ import copy
 import pickle
 import subprocess
 import sys
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
-from diffusers import StableDiffusionImg2ImgPipeline
+from diffusers import StableDiffusionImg2ImgPipeline, UNet2DConditionModel
+from diffusers.models.attention_processor import Attention
 from torch import nn
 
+import sdx_accel  # noqa: F401  (attaches enable_xattn)
 import sdx_patches
+from sdx_accel.errors import PlacementError
 from sdx_kernels.errors import InvalidInputs
 from sdx_patches import families
 from sdx_patches.attention import SdxAttnProcessor, SdxFusedAttnProcessor
@@ -78,53 +83,6 @@ def test_case_079_restore_of_a_pipeline_never_patched_is_a_no_op(tiny_sd: Any) -
     before = state(pipe, identities=True)
     sdx_patches.restore(pipe, owner="a")
     assert state(pipe, identities=True) == before
-
-
-OPERATIONS = {
-    "nothing": lambda pipe: None,
-    "fuse": lambda pipe: pipe.unet.fuse_qkv_projections(),
-    "fuse and unfuse": lambda pipe: (
-        pipe.unet.fuse_qkv_projections(),
-        pipe.unet.unfuse_qkv_projections(),
-    ),
-    "slicing": lambda pipe: pipe.enable_attention_slicing(1),
-    "slicing on and off": lambda pipe: (
-        pipe.enable_attention_slicing(1),
-        pipe.disable_attention_slicing(),
-    ),
-    "default processors": lambda pipe: pipe.unet.set_default_attn_processor(),
-    "vae default processors": lambda pipe: pipe.vae.set_default_attn_processor(),
-    "resized vocabulary": lambda pipe: pipe.text_encoder.resize_token_embeddings(1005),
-    "eager encoder": lambda pipe: pipe.text_encoder.set_attn_implementation("eager"),
-}
-
-
-@pytest.mark.filterwarnings("ignore:enable_attention_slicing")
-@pytest.mark.parametrize(
-    ("when", "run_between"), [("before", True), ("during", False), ("during", True)]
-)
-@pytest.mark.parametrize("operation", list(OPERATIONS))
-def test_a_twin_without_us_ends_in_the_same_state(
-    tiny_sd: Any, latents: Any, operation: str, when: str, run_between: bool
-) -> None:
-    ours, twin = tiny_sd(), tiny_sd()
-    OPERATIONS[operation](twin)
-    if when == "before":
-        OPERATIONS[operation](ours)
-    sdx_patches.patch(ours, owner="a")
-    if when == "during":
-        OPERATIONS[operation](ours)
-    expected = latents(twin)
-    if run_between:
-        assert torch.allclose(latents(ours), expected, atol=1e-4)
-    sdx_patches.restore(ours, owner="a")
-    assert state(ours, identities=False) == state(twin, identities=False)
-    if operation == "fuse":
-        ours.unet.unfuse_qkv_projections()
-        twin.unet.unfuse_qkv_projections()
-        assert state(ours, identities=False) == state(twin, identities=False)
-        expected = latents(twin)
-    assert torch.equal(latents(ours), expected)
 
 
 def test_case_070_a_shared_model_stays_patched_until_its_last_owner(
@@ -251,11 +209,177 @@ def test_everyone_restores_whoever_patched(tiny_unet: Any) -> None:
     assert state(unet, identities=True) == before
 
 
-def test_a_root_of_another_kind_is_refused() -> None:
+class NotAPipeline:
+    """Has components, but no mapping of them."""
+
+    components = ("unet", "vae")
+
+
+@pytest.mark.parametrize("root", ["sdxl", None, 3, {"unet": nn.Linear(1, 1)}, NotAPipeline()])
+def test_a_root_of_another_kind_is_refused(root: Any) -> None:
     with pytest.raises(TypeError, match="expected a diffusers pipeline or a torch"):
-        sdx_patches.patch("sdxl", owner="a")
+        sdx_patches.patch(root, owner="a")
+    with pytest.raises(TypeError, match="expected a diffusers pipeline or a torch"):
+        sdx_patches.restore(root, owner="a")
+
+
+def test_an_owner_needs_a_name() -> None:
     with pytest.raises(ValueError, match="name of its own"):
         sdx_patches.patch(nn.Linear(1, 1), owner="")
+
+
+def test_weights_on_meta_are_no_matter_for_attention_and_refused_for_a_budget(
+    tiny_sd: Any,
+) -> None:
+    pipe = tiny_sd()
+    with torch.device("meta"):
+        pipe.unet = UNet2DConditionModel.from_config(pipe.unet.config)
+    before = state(pipe, identities=True)
+    with pytest.raises(PlacementError, match="unet has no weights"):
+        pipe.enable_xattn(vram=8)
+    assert state(pipe, identities=True) == before
+    pipe.enable_xattn()
+    assert all(layer.patched for layer in sdx_patches.layers(pipe))
+    pipe.disable_xattn()
+    assert state(pipe, identities=True) == before
+
+
+@pytest.mark.parametrize("missing", ["unet", "text_encoder", "vae"])
+def test_a_half_loaded_pipeline_is_patched_where_it_is_loaded(tiny_sd: Any, missing: str) -> None:
+    pipe = tiny_sd()
+    setattr(pipe, missing, None)
+    before = state(pipe, identities=True)
+    with sdx_patches.patch(pipe, owner="a"):
+        layers = sdx_patches.layers(pipe)
+        assert {layer.path.split(".")[0] for layer in layers} == {
+            "unet", "text_encoder", "vae",
+        } - {missing}  # fmt: skip
+        assert all(layer.patched for layer in layers)
+    assert state(pipe, identities=True) == before
+
+
+class Refusing(Attention):
+    """Does not let its processor be replaced."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "processor":
+            raise OSError("this processor is fixed")
+        super().__setattr__(name, value)
+
+
+def refuse(unet: nn.Module) -> nn.Module:
+    """Make the last of the model's attention modules one that refuses, and return it."""
+    last = [m for m in unet.modules() if isinstance(m, Attention)][-1]
+    last.__class__ = Refusing
+    return last
+
+
+def test_a_processor_that_cannot_be_set_leaves_everything_as_it_was(
+    tiny_sd: Any, latents: Any
+) -> None:
+    pipe = tiny_sd()
+    expected = latents(pipe)
+    refuse(pipe.unet)
+    before = state(pipe, identities=True)
+    with pytest.raises(OSError, match="this processor is fixed") as raised:
+        pipe.enable_xattn()
+    assert any("unet could not be patched" in note for note in raised.value.__notes__)
+    assert state(pipe, identities=True) == before
+    assert torch.equal(latents(pipe), expected)
+
+
+def test_a_part_that_cannot_be_undone_does_not_keep_the_others(tiny_unet: Any) -> None:
+    unet = tiny_unet()
+    before = state(unet, identities=True)
+    sdx_patches.patch(unet, owner="a")
+    last = refuse(unet)
+    with pytest.raises(OSError, match="this processor is fixed"):
+        sdx_patches.restore(unet, owner="a")
+    last.__class__ = Attention
+    still = [
+        m for m in unet.modules() if isinstance(getattr(m, "processor", None), SdxAttnProcessor)
+    ]
+    assert still == [last]
+    last.processor = last.processor.stock
+    assert state(unet, identities=True) == before
+
+
+def test_threads_that_patch_at_once_wait_for_each_other(
+    tiny_sd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = tiny_sd()
+    before = state(pipe, identities=True)
+    find = families.walk._replacement
+
+    def slow(attention: nn.Module) -> Any:
+        found = find(attention)
+        time.sleep(0.001)  # the others get their chance between the look and the change
+        return found
+
+    monkeypatch.setattr(families.walk, "_replacement", slow)
+    failed: list[BaseException] = []
+
+    def work(owner: str) -> None:
+        try:
+            start.wait()
+            for _ in range(2):
+                sdx_patches.patch(pipe, owner=owner)
+                sdx_patches.restore(pipe, owner=owner)
+            sdx_patches.patch(pipe, owner=owner)
+        except BaseException as error:
+            failed.append(error)
+
+    start = threading.Barrier(4)
+    threads = [threading.Thread(target=work, args=(str(n),)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert sdx_patches.owners(pipe) == {"0", "1", "2", "3"}
+    assert all(layer.patched for layer in sdx_patches.layers(pipe))
+    stock = [p.stock for p in processors(pipe).values()]
+    assert not any(isinstance(p, SdxAttnProcessor) for p in stock)
+    for n in range(4):
+        sdx_patches.restore(pipe, owner=str(n))
+    assert state(pipe, identities=True) == before
+
+
+@pytest.mark.parametrize("first", ["enable_xattn", "disable_xattn"])
+def test_switching_inside_a_running_forward(tiny_unet: Any, unet_out: Any, first: str) -> None:
+    unet = tiny_unet()
+    expected = unet_out(unet)
+    before = state(unet, identities=True)
+    second = {"enable_xattn": "disable_xattn", "disable_xattn": "enable_xattn"}[first]
+    if first == "disable_xattn":
+        unet.enable_xattn()
+    # half of the layers run before the switch and half after, twice
+    hooks = [
+        unet.down_blocks[0].register_forward_hook(lambda *args: getattr(unet, first)() or args[2]),
+        unet.mid_block.register_forward_hook(lambda *args: getattr(unet, second)() or args[2]),
+    ]
+    for _ in range(2):
+        assert torch.allclose(unet_out(unet), expected, atol=1e-5)
+    for hook in hooks:
+        hook.remove()
+    unet.disable_xattn()
+    assert state(unet, identities=True) == before
+
+
+def test_switching_in_a_callback_between_two_steps(tiny_sd: Any, latents: Any) -> None:
+    pipe = tiny_sd()
+    expected = latents(pipe)
+    before = state(pipe, identities=True)
+
+    def enable(pipe: Any, step: int, time: Any, values: Any) -> Any:
+        pipe.enable_xattn()
+        return values
+
+    assert torch.allclose(latents(pipe, callback_on_step_end=enable), expected, atol=1e-5)
+    ran = [x for x in sdx_patches.layers(pipe.unet) if x.patched and x.running != "not run yet"]
+    assert len(ran) == len(sdx_patches.layers(pipe.unet))
+    pipe.disable_xattn()
+    assert state(pipe, identities=True) == before
 
 
 def test_an_unknown_op_is_refused_before_anything_is_patched(tiny_unet: Any) -> None:

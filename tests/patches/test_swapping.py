@@ -83,7 +83,15 @@ def test_processors_made_anew_from_their_class_are_undone(tiny_unet: Any, unet_o
     assert torch.allclose(unet_out(unet), expected, atol=1e-4)
     assert {layer.requested for layer in sdx_patches.layers(unet)} == {"torch"}
     sdx_patches.restore(unet, owner="test")
-    assert all(attn.processor is processor for attn, processor in stock.items())
+    assert_made_anew(stock)
+
+
+def assert_made_anew(stock: dict[Any, Any]) -> None:
+    """Each layer has a new processor of the class it had, which is what it gets without us."""
+    made = [attn.processor for attn in stock]
+    assert [type(processor) for processor in made] == [type(old) for old in stock.values()]
+    assert not {id(processor) for processor in made} & {id(old) for old in stock.values()}
+    assert len({id(processor) for processor in made}) == len(stock)
 
 
 def test_processors_are_put_back_after_the_host_replaced_them(tiny_sd: Any, latents: Any) -> None:
@@ -100,14 +108,41 @@ def test_processors_are_put_back_after_the_host_replaced_them(tiny_sd: Any, late
     assert all(m.processor is replaced for m in pipe.unet.modules() if isinstance(m, Attention))
 
 
-def test_fusing_after_processors_were_made_anew_is_undone(tiny_unet: Any, unet_out: Any) -> None:
+@pytest.mark.parametrize("runs", [False, True])
+def test_fusing_after_processors_were_made_anew_is_undone(
+    tiny_unet: Any, unet_out: Any, runs: bool
+) -> None:
     unet = tiny_unet()
     stock = {m: m.processor for m in unet.modules() if isinstance(m, Attention)}
     patched(unet)
     unet.set_attn_processor({name: type(p)() for name, p in unet.attn_processors.items()})
-    unet_out(unet)
+    if runs:
+        unet_out(unet)
     unet.fuse_qkv_projections()
-    unet_out(unet)
-    unet.unfuse_qkv_projections()
-    sdx_patches.restore(unet, owner="test")
-    assert all(attn.processor is processor for attn, processor in stock.items())
+    if runs:
+        unet_out(unet)
+        unet.unfuse_qkv_projections()
+        sdx_patches.restore(unet, owner="test")
+    else:
+        sdx_patches.restore(unet, owner="test")
+        unet.unfuse_qkv_projections()
+    assert_made_anew(stock)
+
+
+def test_a_compiled_model_is_patched_inside_its_wrapper(tiny_sd: Any) -> None:
+    pipe = tiny_sd()
+    pipe.unet = torch.compile(pipe.unet, backend="eager")
+    pipe.vae.decoder = torch.compile(pipe.vae.decoder, backend="eager")
+    wrappers = [pipe.unet, pipe.vae.decoder]
+    keys = [set(vars(wrapper)) for wrapper in wrappers]
+    patched(pipe)
+    assert [set(vars(wrapper)) for wrapper in wrappers] == keys
+    assert not any(wrapper._forward_pre_hooks for wrapper in wrappers)
+    assert all(wrapper._orig_mod._forward_pre_hooks for wrapper in wrappers)
+    assert {layer.path.split(".")[0] for layer in sdx_patches.layers(pipe) if layer.patched} == {
+        "unet", "vae", "text_encoder",
+    }  # fmt: skip
+    assert sdx_patches.layers(pipe.unet) == sdx_patches.layers(pipe.unet._orig_mod)
+    sdx_patches.restore(pipe, owner="test")
+    assert not any(layer.patched for layer in sdx_patches.layers(pipe))
+    assert not any(wrapper._orig_mod._forward_pre_hooks for wrapper in wrappers)

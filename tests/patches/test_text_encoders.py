@@ -1,4 +1,4 @@
-"""CLIP encoders: equal to stock with and without padding, one encoder at a time, undone exactly."""
+"""CLIP encoders: equal to stock with and without padding, one at a time, undone exactly."""
 
 from typing import Any
 
@@ -9,6 +9,10 @@ from transformers import (
     CLIPTextModelWithProjection,
     CLIPVisionConfig,
     CLIPVisionModelWithProjection,
+    GPT2Config,
+    GPT2Model,
+    XLMRobertaConfig,
+    XLMRobertaModel,
 )
 
 import sdx_patches
@@ -134,3 +138,28 @@ def test_what_was_written_to_the_configuration_meanwhile_survives(text_config: A
     sdx_patches.restore(encoder, owner="test")
     assert encoder.config is config
     assert config.vocab_size == 1010
+
+
+@pytest.mark.parametrize(
+    ("cls", "config"),
+    [
+        (GPT2Model, GPT2Config(vocab_size=100, n_embd=32, n_layer=2, n_head=4, n_positions=32)),
+        (
+            XLMRobertaModel,
+            XLMRobertaConfig(
+                vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                intermediate_size=37, max_position_embeddings=64,
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_encoders_of_another_kind_stay_stock_with_a_reason(cls: type, config: Any) -> None:
+    torch.manual_seed(0)
+    encoder = cls(config).eval()
+    with torch.no_grad():
+        expected = encoder(IDS).last_hidden_state
+        sdx_patches.patch(encoder, owner="test")
+        assert torch.equal(encoder(IDS).last_hidden_state, expected)
+    layers = sdx_patches.layers(encoder)
+    assert len(layers) == 2
+    assert all(not layer.patched and "another kind" in layer.reason for layer in layers)

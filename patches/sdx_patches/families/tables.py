@@ -4,11 +4,12 @@ Keys are qualified class names, so that nothing has to be imported to look one u
 matched by its exact class: a subclass is somebody's own and may do more than its base.
 """
 
+import importlib
 from dataclasses import dataclass
 from typing import Final
 
 from sdx_patches import compat
-from sdx_patches.attention import SdxAttnProcessor, SdxFusedAttnProcessor
+from sdx_patches.attention import SdxAttnProcessor
 
 __all__ = ["LEFT_MODULES", "LEFT_PROCESSORS", "REPLACED", "UNKNOWN_PROCESSOR", "Replacement"]
 
@@ -20,30 +21,61 @@ class Replacement:
     """What takes the place of one of the host's processors.
 
     Args:
-        processor: our class.
+        target: our class, as `module:name`; a name, because most of the modules import diffusers.
         option: the call by which a user asks for the host's processor; "" where it is only a
             default. When it comes after enabling, the later call holds and ours steps back.
         back: the call that takes that option back.
     """
 
-    processor: type[SdxAttnProcessor]
+    target: str
     option: str = ""
     back: str = ""
 
+    @property
+    def processor(self) -> type[SdxAttnProcessor]:
+        """Our class, imported now."""
+        module, _, name = self.target.partition(":")
+        found: type[SdxAttnProcessor] = getattr(importlib.import_module(module), name)
+        return found
 
-#: Every one computes softmax(q·kᵀ·scale + mask)·v; they differ in memory and speed only.
+
+_PLAIN: Final = "sdx_patches.attention:SdxAttnProcessor"
+_ADDED: Final = "sdx_patches.added_kv:SdxAttnAddedKVProcessor"
+_CUSTOM: Final = "sdx_patches.custom_diffusion:SdxCustomDiffusionAttnProcessor"
+_IMAGE: Final = "sdx_patches.ip_adapter:SdxIPAdapterAttnProcessor"
+_JOINT: Final = "sdx_patches.joint:SdxJointAttnProcessor"
+_FUSED: Final = "sdx_patches.attention:SdxFusedAttnProcessor"
+_FUSED_JOINT: Final = "sdx_patches.joint:SdxFusedJointAttnProcessor"
+
+_SLICING: Final = ("enable_attention_slicing()", "disable_attention_slicing()")
+_XFORMERS: Final = (
+    "enable_xformers_memory_efficient_attention()",
+    "disable_xformers_memory_efficient_attention()",
+)
+
+#: Every one computes softmax(q·kᵀ·scale + mask)·v; those of a line differ in memory and speed only.
 REPLACED: Final[dict[str, Replacement]] = {
-    _HOST + "AttnProcessor": Replacement(SdxAttnProcessor),
-    _HOST + "AttnProcessor2_0": Replacement(SdxAttnProcessor),
-    _HOST + "FusedAttnProcessor2_0": Replacement(SdxFusedAttnProcessor),
-    _HOST + "SlicedAttnProcessor": Replacement(
-        SdxAttnProcessor, "enable_attention_slicing()", "disable_attention_slicing()"
-    ),
-    _HOST + "XFormersAttnProcessor": Replacement(
-        SdxAttnProcessor,
-        "enable_xformers_memory_efficient_attention()",
-        "disable_xformers_memory_efficient_attention()",
-    ),
+    _HOST + name: Replacement(target, *option)
+    for name, target, option in (
+        ("AttnProcessor", _PLAIN, ()),
+        ("AttnProcessor2_0", _PLAIN, ()),
+        ("SlicedAttnProcessor", _PLAIN, _SLICING),
+        ("XFormersAttnProcessor", _PLAIN, _XFORMERS),
+        ("FusedAttnProcessor2_0", _FUSED, ()),
+        ("AttnAddedKVProcessor", _ADDED, ()),
+        ("AttnAddedKVProcessor2_0", _ADDED, ()),
+        ("SlicedAttnAddedKVProcessor", _ADDED, _SLICING),
+        ("XFormersAttnAddedKVProcessor", _ADDED, _XFORMERS),
+        ("CustomDiffusionAttnProcessor", _CUSTOM, ()),
+        ("CustomDiffusionAttnProcessor2_0", _CUSTOM, ()),
+        ("CustomDiffusionXFormersAttnProcessor", _CUSTOM, _XFORMERS),
+        ("IPAdapterAttnProcessor", _IMAGE, ()),
+        ("IPAdapterAttnProcessor2_0", _IMAGE, ()),
+        ("IPAdapterXFormersAttnProcessor", _IMAGE, _XFORMERS),
+        ("JointAttnProcessor2_0", _JOINT, ()),
+        ("XFormersJointAttnProcessor", _JOINT, _XFORMERS),
+        ("FusedJointAttnProcessor2_0", _FUSED_JOINT, ()),
+    )
 }
 
 UNKNOWN_PROCESSOR: Final = (
@@ -51,32 +83,69 @@ UNKNOWN_PROCESSOR: Final = (
     "attention, so it is left alone"
 )
 
-_ADDED = "adds the text's keys and values to its own; no replacement yet"
-_WEIGHTS = "has trained weights of its own; no replacement yet"
-_JOINT = "returns two tensors (joint attention); no replacement yet"
 _PAG = "leaves out attention on purpose (perturbed-attention guidance)"
+_TRANSFORMER = "belongs to a transformer model, with rotary positions or norms of its own"
+_LINEAR = "linear attention, which has no softmax"
+_DEVICE = "was chosen for another kind of device"
+_ALIAS = "an old name; the processor that it makes is of another class"
+_STUB = "does nothing; diffusers keeps the name of its old LoRA layers"
 
 LEFT_PROCESSORS: Final[dict[str, str]] = {
-    _HOST + "AttnAddedKVProcessor": _ADDED,
-    _HOST + "AttnAddedKVProcessor2_0": _ADDED,
-    _HOST + "SlicedAttnAddedKVProcessor": _ADDED,
-    _HOST + "XFormersAttnAddedKVProcessor": _ADDED,
-    _HOST + "CustomDiffusionAttnProcessor": _WEIGHTS,
-    _HOST + "CustomDiffusionAttnProcessor2_0": _WEIGHTS,
-    _HOST + "CustomDiffusionXFormersAttnProcessor": _WEIGHTS,
-    _HOST + "IPAdapterAttnProcessor": _WEIGHTS,
-    _HOST + "IPAdapterAttnProcessor2_0": _WEIGHTS,
-    _HOST + "IPAdapterXFormersAttnProcessor": _WEIGHTS,
-    _HOST + "JointAttnProcessor2_0": _JOINT,
-    _HOST + "FusedJointAttnProcessor2_0": _JOINT,
-    _HOST + "XFormersJointAttnProcessor": _JOINT,
-    _HOST + "PAGIdentitySelfAttnProcessor2_0": _PAG,
-    _HOST + "PAGCFGIdentitySelfAttnProcessor2_0": _PAG,
+    _HOST + name: reason
+    for reason, names in {
+        "joint attention with trained weights of its own (image prompts of SD3)": (
+            "SD3IPAdapterJointAttnProcessor2_0",
+        ),
+        _PAG: (
+            "PAGIdentitySelfAttnProcessor2_0",
+            "PAGCFGIdentitySelfAttnProcessor2_0",
+            "PAGJointAttnProcessor2_0",
+            "PAGCFGJointAttnProcessor2_0",
+            "PAGHunyuanAttnProcessor2_0",
+            "PAGCFGHunyuanAttnProcessor2_0",
+            "PAGCFGSanaLinearAttnProcessor2_0",
+            "PAGIdentitySanaLinearAttnProcessor2_0",
+        ),
+        _TRANSFORMER: (
+            "AllegroAttnProcessor2_0",
+            "AuraFlowAttnProcessor2_0",
+            "CogVideoXAttnProcessor2_0",
+            "FusedAuraFlowAttnProcessor2_0",
+            "FusedCogVideoXAttnProcessor2_0",
+            "FusedHunyuanAttnProcessor2_0",
+            "HunyuanAttnProcessor2_0",
+            "LuminaAttnProcessor2_0",
+            "MochiAttnProcessor2_0",
+            "MochiVaeAttnProcessor2_0",
+            "StableAudioAttnProcessor2_0",
+        ),
+        _LINEAR: ("SanaLinearAttnProcessor2_0", "SanaMultiscaleAttnProcessor2_0"),
+        _DEVICE: ("AttnProcessorNPU", "XLAFlashAttnProcessor2_0"),
+        _ALIAS: (
+            "FluxAttnProcessor2_0",
+            "FluxAttnProcessor2_0_NPU",
+            "FluxIPAdapterJointAttnProcessor2_0",
+            "FluxSingleAttnProcessor2_0",
+            "FusedFluxAttnProcessor2_0",
+            "FusedFluxAttnProcessor2_0_NPU",
+            "XLAFluxFlashAttnProcessor2_0",
+        ),
+        _STUB: (
+            "LoRAAttnAddedKVProcessor",
+            "LoRAAttnProcessor",
+            "LoRAAttnProcessor2_0",
+            "LoRAXFormersAttnProcessor",
+        ),
+    }.items()
+    for name in names
 }
 
 #: Attention modules that have no replaceable processor at all.
 LEFT_MODULES: Final[dict[str, str]] = {
-    compat.DISPATCHER_ATTENTION: "goes through diffusers' attention dispatcher; no backend yet",
-    compat.T5_ATTENTION: "adds a position bias; transformers' own attention is kept",
+    compat.DISPATCHER_ATTENTION: "has a processor that asks diffusers' dispatcher for no backend",
+    **dict.fromkeys(compat.T5_ATTENTIONS, "a decoder's; transformers' own attention is kept"),
+    **dict.fromkeys(
+        compat.OTHER_ENCODERS, "an encoder of another kind than CLIP and T5; its own is kept"
+    ),
     compat.TORCH_ATTENTION: "torch's own multi-head attention is kept",
 }

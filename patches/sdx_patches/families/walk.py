@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from sdx_patches import compat, text_encoders
+from sdx_patches import compat, dispatcher, text_encoders
 from sdx_patches.attention import SdxAttnProcessor, install, stand_in, uninstall
 from sdx_patches.families.tables import (
     LEFT_MODULES,
@@ -23,7 +23,7 @@ from sdx_patches.families.tables import (
     Replacement,
 )
 from sdx_patches.report import NOT_RUN, UNCHANGED, Layer
-from sdx_patches.session import PatchSession, Site, components, site_of
+from sdx_patches.session import LOCK, PatchSession, Site, components, site_of, uncompiled
 
 __all__ = ["apply", "describe"]
 
@@ -40,39 +40,43 @@ def apply(root: Any, session: PatchSession) -> None:
     Raises:
         TypeError: `root` is neither a pipeline nor a module.
     """
-    for component in components(root).values():
-        found = list(component.modules())
-        attentions = [m for m in found if compat.is_a(m, compat.ATTENTION)]
-        for attention in attentions:
-            replacement = _replacement(attention)
-            if replacement is not None:
-                install(attention, session, replacement.processor)
-            elif isinstance(attention.processor, SdxAttnProcessor):
-                install(attention, session, None)
-        _watch(component, attentions, session)
-        clip = [
-            m
-            for m in found
-            if compat.is_a(m, compat.CLIP_ATTENTION)
-            and text_encoders.implementation_of(m) in ("sdpa", text_encoders.NAME)
-        ]
-        if clip and text_encoders.available():
-            text_encoders.switch(component, clip, session)
+    for name, component in components(root).items():
+        try:
+            _apply(component, session)
+        except Exception as error:
+            where = name or type(component).__name__
+            error.add_note(f"{where} could not be patched; everything is as it was before")
+            raise
+
+
+def _apply(component: nn.Module, session: PatchSession) -> None:
+    found = list(component.modules())
+    attentions = [m for m in found if compat.is_a(m, compat.ATTENTION)]
+    for attention in attentions:
+        replacement = _replacement(attention)
+        if replacement is not None:
+            install(attention, session, replacement.processor)
+        elif isinstance(attention.processor, SdxAttnProcessor):
+            install(attention, session, None)
+    _watch(component, attentions, session)
+    for module in found:
+        if dispatcher.serves(module):
+            dispatcher.install(module, session)
+    encoders = [m for m in found if text_encoders.can_switch(m)]
+    if encoders and text_encoders.available():
+        text_encoders.switch(component, encoders, session)
+    for module in found:
+        if site_of(module) is not None and _has_layer(module):
+            _show(module)
 
 
 def describe(root: Any) -> Iterator[Layer]:
     """One `Layer` for each attention module of `root`, in the order of its modules."""
     for component_name, component in components(root).items():
         for name, module in component.named_modules():
-            path = ".".join(part for part in (component_name, name) if part)
-            if compat.is_a(module, compat.ATTENTION):
-                yield _describe_attention(path, module)
-            elif compat.is_a(module, compat.CLIP_ATTENTION):
-                yield _describe_encoder(path, module)
-            else:
-                for left, reason in LEFT_MODULES.items():
-                    if compat.is_a(module, left):
-                        yield Layer(path, UNCHANGED, type(module).__name__, reason)
+            layer = _describe(".".join(part for part in (component_name, name) if part), module)
+            if layer is not None:
+                yield layer
 
 
 def swap_back(entry: nn.Module, args: Any = ()) -> None:
@@ -82,15 +86,18 @@ def swap_back(entry: nn.Module, args: Any = ()) -> None:
     the host's plain processors. What a user asked for by name (attention slicing, xFormers) stays,
     and one warning says so; processors that are not plain stay as well.
     """
+    # a graph has no use for it: what it was traced with is what its guards ask for
     if torch.compiler.is_compiling():
         return
-    site = site_of(entry)
+    with LOCK:
+        _swap_back(site_of(entry))
+
+
+def _swap_back(site: Site | None) -> None:
     for attention in () if site is None else site.watched:
         here = site_of(attention)
-        ours = attention.processor
-        if isinstance(ours, SdxAttnProcessor):
-            if ours.stock is None and here is not None:
-                ours.stock = here.stock  # re-created from its class by the host
+        if isinstance(attention.processor, SdxAttnProcessor):
+            adopt(attention.processor, here)
             continue
         replacement = _replacement(attention)
         if replacement is None or here is None:
@@ -103,8 +110,22 @@ def swap_back(entry: nn.Module, args: Any = ()) -> None:
                 f"{replacement.option} was called after enable_xattn() and replaces its attention; "
                 f"{replacement.back} or another enable_xattn() brings it back",
                 UserWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
+
+
+def adopt(processor: Any, site: Site | None) -> None:
+    """Give a processor of ours that the host made from its class the stock one to go back to.
+
+    Without us the host would have made a new one of the stock class there: so do we. One that
+    cannot be made without arguments stays the one that was there.
+    """
+    if not isinstance(processor, SdxAttnProcessor) or processor.stock is not None or site is None:
+        return
+    try:
+        processor.stock = type(site.stock)()
+    except TypeError:
+        processor.stock = site.stock
 
 
 @dataclass
@@ -117,6 +138,7 @@ class SetDefaultProcessor:
         site = site_of(self.model)
         watched = [] if site is None else site.watched
         for attention in watched:
+            adopt(attention.processor, site_of(attention))
             uninstall(attention)
         try:
             getattr(type(self.model), compat.SET_DEFAULT)(self.model)
@@ -137,7 +159,8 @@ class Unwatch:
         # unfusing later would otherwise bring our processors back
         kept = vars(self.entry).get(compat.BEFORE_FUSING) or {}
         for name, processor in kept.items():
-            if isinstance(processor, SdxAttnProcessor) and processor.stock is not None:
+            if isinstance(processor, SdxAttnProcessor):
+                adopt(processor, site_of(self.entry.get_submodule(name.removesuffix(".processor"))))
                 kept[name] = processor.stock
 
 
@@ -163,11 +186,68 @@ def _entries(model: nn.Module) -> list[nn.Module]:
     halves = [getattr(model, name, None) for name in ("encoder", "decoder")]
     if not hasattr(model, "decode"):
         halves = []
-    return [model, *(half for half in halves if isinstance(half, nn.Module))]
+    return [model, *(uncompiled(half) for half in halves if isinstance(half, nn.Module))]
+
+
+@dataclass(eq=False, repr=False)
+class Shown:
+    """Stands before a module's own `extra_repr`, so that `print(model)` says what serves it.
+
+    Processors are no modules: printed models show nothing of them, ours or the host's.
+    """
+
+    module: nn.Module
+
+    def __call__(self) -> str:
+        own = type(self.module).extra_repr(self.module)
+        layer = _describe("", self.module)
+        if layer is None:
+            return own
+        served = f"sdx_accel={layer.requested!r}, running={layer.running!r}"
+        return f"{own}, {served}" if own else served
+
+
+@dataclass(eq=False, repr=False)
+class Leave:
+    """Undo entry of one attention module, called before that of its processor; picklable."""
+
+    module: nn.Module
+
+    def __call__(self) -> None:
+        vars(self.module).pop("extra_repr", None)
+        adopt(getattr(self.module, "processor", None), site_of(self.module))
+
+
+def _show(module: nn.Module) -> None:
+    site = site_of(module)
+    if site is not None and "extra_repr" not in vars(module):
+        site.undo.append(Leave(module))
+        vars(module)["extra_repr"] = Shown(module)
 
 
 def _replacement(attention: nn.Module) -> Replacement | None:
     return REPLACED.get(compat.qualified_name(type(attention.processor)))
+
+
+def _has_layer(module: nn.Module) -> bool:
+    return (
+        compat.is_a(module, compat.ATTENTION)
+        or dispatcher.serves(module)
+        or text_encoders.is_encoder_attention(module)
+    )
+
+
+def _describe(path: str, module: nn.Module) -> Layer | None:
+    if dispatcher.serves(module):
+        return _describe_dispatched(path, module)
+    if compat.is_a(module, compat.ATTENTION):
+        return _describe_attention(path, module)
+    if text_encoders.is_encoder_attention(module):
+        return _describe_encoder(path, module)
+    for left, reason in LEFT_MODULES.items():
+        if compat.is_a(module, left):
+            return Layer(path, UNCHANGED, type(module).__name__, reason)
+    return None
 
 
 def _describe_attention(path: str, attention: nn.Module) -> Layer:
@@ -187,9 +267,19 @@ def _describe_attention(path: str, attention: nn.Module) -> Layer:
             "enable_xattn() brings our attention back"
         )
     else:
-        reason = f"{processor.__name__} was installed since; ours returns at the next forward"
+        reason = (
+            f"{processor.__name__} was installed since; ours returns at the next forward, or with "
+            "another enable_xattn() where the model is compiled"
+        )
         return Layer(path, site.settings.requested, NOT_RUN, reason)
     return Layer(path, UNCHANGED, processor.__name__, reason)
+
+
+def _describe_dispatched(path: str, attention: nn.Module) -> Layer:
+    left, site = dispatcher.left_alone(attention), site_of(attention)
+    if left is None and site is not None:
+        return _patched(path, site)
+    return Layer(path, UNCHANGED, *(left or ("", "")))
 
 
 def _describe_encoder(path: str, attention: nn.Module) -> Layer:
