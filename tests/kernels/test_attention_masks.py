@@ -15,6 +15,7 @@ from sdx_kernels import (
     LowerTriangularMask,
     LowerTriangularMaskWithTensorBias,
     attend,
+    explain,
 )
 from sdx_kernels.testing import (
     ODD_LENGTHS,
@@ -202,15 +203,14 @@ def test_key_padding_equals_cropping_and_never_leaks(run: Run) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_packed_sequences_attend_only_themselves(causal: bool) -> None:
+def test_packed_sequences_attend_only_themselves(run: Run, causal: bool) -> None:
     q_lengths, k_lengths = (5, 1, 20), (7, 3, 11)
     mask: BlockDiagonalMask = BlockDiagonalMask.from_seqlens(q_lengths, k_lengths)
     mask = mask.make_causal() if causal else mask
     q, k, v = random_inputs(1, 26, 21, 2, 16)
     v[:, 7] = math.nan
-    out, choice = attend(q, k, v, mask)
-    assert choice.name == "reference"
-    assert f"attn_bias type is {type(mask).__name__}" in choice.reasons["triton"]
+    out = run(q, k, v, attn_bias=mask)
+    assert f"attn_bias type is {type(mask).__name__}" in explain(q, k, v, mask)["triton-wide"]
     parts = zip(mask.split(out), mask.split(q), mask.split_kv(k), mask.split_kv(v), strict=True)
     for part, q_part, k_part, v_part in parts:
         alone = reference64(q_part, k_part, v_part, LowerTriangularMask() if causal else None)

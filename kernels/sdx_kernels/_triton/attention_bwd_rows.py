@@ -71,6 +71,8 @@ def rows_kernel(
     delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
     at = (b * H + h) * all_queries + row0 + local_m
     lse = tl.load(lse_ptr + at, mask=inside, other=0.0)
+    # a row of nothing has scores of −inf too: −inf − −inf would be NaN
+    base = tl.where(lse == float("-inf"), 0.0, lse)
 
     # −inf is no wide row: it has nothing to sum
     wide = (tl.abs(lse) >= WIDE) & (tl.abs(lse) < float("inf"))
@@ -108,7 +110,7 @@ def rows_kernel(
             allowed = allowed_pairs(rows[:, None], here[None, :], Mq, Mk, low, high, LEFT, RIGHT)
             allowed = allowed & there[None, :]
             x = exponents(
-                tl.dot(q, tl.trans(k), input_precision=PRECISION), lse[:, None], 0.0,
+                tl.dot(q, tl.trans(k), input_precision=PRECISION), base[:, None], 0.0,
                 bias_head + wide_n * bias_stride_n + bias_offs, allowed, scale, BIAS, LOG2E,
             )  # fmt: skip
             # 2⁶⁴ is far above any sum of weights, and far below fp32's end
