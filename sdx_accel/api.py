@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import weakref
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from sdx_accel.budget.machine import Machine
 from sdx_accel.budget.plan import Plan
 from sdx_accel.budget.units import parse_vram
 from sdx_accel.errors import RefusedError
+from sdx_accel.runtime.assembly import assembled
 from sdx_accel.runtime.budget_session import BudgetSession
 from sdx_accel.runtime.checkpoints import describe
 from sdx_accel.runtime.descriptions import ModelDescription
@@ -264,6 +266,11 @@ def plan(
     device: Any = None,
     image: bool = False,
     config: Any = None,
+    loras: Sequence[str | os.PathLike[str]] = (),
+    embeddings: Sequence[str] = (),
+    ip_adapters: Sequence[str] = (),
+    refiner: str | None = None,
+    controlnets: Sequence[str] = (),
     machine: Machine | None = None,
 ) -> Plan:
     """What a job would need and where everything would lie; loads no weights, needs no GPU.
@@ -274,12 +281,19 @@ def plan(
         vram: GiB, "auto", "80%" or -N; the last three need a GPU or a `machine` with sizes.
         height, width: pixels; the model's own size by default.
         batch: pictures computed at once.
-        guidance: above 1 the denoiser runs on two predictions a picture.
+        guidance: above 1 the denoiser runs on two predictions a picture, unless guidance is an
+            input of it.
         dtype: "auto" (fp16), "fp16", "bf16" or "fp32".
         quality: "exact" or "near".
         device: the CUDA device to plan for; the current one by default.
         image: whether a picture is encoded first (img2img, inpainting).
         config: configuration for a single-file checkpoint.
+        loras: LoRA files. These and the next four are for models by name or description: a
+            pipeline is planned with what is on it.
+        embeddings: textual inversion files.
+        ip_adapters: IP-Adapter files, or `random:ip-adapter`.
+        refiner: an SDXL refiner: folder, hub id or random spec.
+        controlnets: folders, hub ids or `random:controlnet`.
         machine: a record to plan with instead of reading the card.
 
     Returns:
@@ -287,6 +301,7 @@ def plan(
 
     Raises:
         RefusedError: an argument that makes no sense, or a model that cannot be planned.
+        CheckpointError: a file that is missing, broken, or was made for another model.
         SizeError: height or width is one that the model cannot do.
     """
     if isinstance(model, ModelDescription):
@@ -295,6 +310,15 @@ def plan(
         description = describe(os.fspath(model), config=config)
     else:
         description = describe_pipeline(model)
+    description = assembled(
+        description,
+        loras=loras,
+        embeddings=embeddings,
+        ip_adapters=ip_adapters,
+        refiner=refiner,
+        controlnets=controlnets,
+        kind="image" if image else "text",
+    )
     names = {"auto": "float16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
     if dtype not in names:
         raise RefusedError(f"dtype {dtype!r} is not one of {', '.join(names)}")
@@ -302,7 +326,7 @@ def plan(
         height=description.default_height if height is None else height,
         width=description.default_width if width is None else width,
         batch=batch,
-        guided=guidance > 1,
+        guided=guidance > 1 and not description.embeds_guidance,
         encode=image,
     )
     chosen = machine or _machine(device)

@@ -16,7 +16,7 @@ class Phase:
     """One phase of the run; sizes in GiB.
 
     Args:
-        name: `text`, `encode`, `denoise` or `decode`.
+        name: `text`, `encode`, `denoise`, `refine` (SDXL's second UNet) or `decode`.
         predicted_peak_gib: most memory the driver will show for this process, context included.
         resident_gib: weights on the card, by component.
         resident_units: how many of a component's units that is, as "kept/all".

@@ -9,7 +9,7 @@ from sdx_accel.budget.allocator import Event, reserved_peak, smallest_cap
 
 __all__ = ["PHASES", "Component", "JobProfile", "PhaseProfile", "Unit"]
 
-PHASES = ("text", "encode", "denoise", "decode")
+PHASES = ("text", "encode", "denoise", "refine", "decode")
 
 
 @dataclass(frozen=True)

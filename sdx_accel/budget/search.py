@@ -1,9 +1,9 @@
 """Chooses where each unit of weights lies in each phase; deterministic, monotone in the budget.
 
-Side models (text encoders, VAE) either stay on the card for the whole picture or are there only for
-their own phases. The denoiser is whole while it runs; in the other phases a prefix of its units
-stays and the rest comes back before the next denoise. Among the placements that fit, the one that
-moves the fewest bytes wins: bits never depend on it.
+Side models (text encoders, VAE, a refiner) either stay on the card for the whole picture or are
+there only for their own phases. The denoiser is whole while it runs; in the other phases a prefix
+of its units stays and the rest comes back before the next denoise. Among the placements that fit,
+the one that moves the fewest bytes wins: bits never depend on it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -47,7 +47,7 @@ def _weights(component: Component, n_units: int | None = None) -> int:
 
 def _need(phase: PhaseProfile) -> int:
     """Reserved bytes to plan for: without pressure in the step loop, with some elsewhere."""
-    if phase.name == "denoise":
+    if phase.name in ("denoise", "refine"):
         return phase.reserved_bytes
     return min(
         phase.reserved_bytes,
@@ -92,8 +92,9 @@ def _candidates(profile: JobProfile, limit: int) -> Iterator[tuple[float, int, P
             - sum(_weights(c) for c in sides if c.name in placement[p.name])
             for p in profile.phases
         }
-        moved = sum(c.n_bytes for c, always in zip(sides, stay, strict=True) if not always)
-        cost = float(moved)
+        away = [c for c, always in zip(sides, stay, strict=True) if not always]
+        moved = sum(c.n_bytes for c in away)
+        cost = sum(c.n_bytes * (DENOISER_WEIGHT if "refine" in c.phases else 1.0) for c in away)
         if "denoise" in room:
             room["denoise"] -= sum(_weights(c) for c in denoiser)
         if min(room.values()) < 0:
@@ -107,8 +108,8 @@ def _candidates(profile: JobProfile, limit: int) -> Iterator[tuple[float, int, P
                     break
                 spare -= size
                 kept += 1
-            away = sum(u.n_bytes for u in component.units[kept:])
-            moved, cost = moved + away, cost + away * DENOISER_WEIGHT
+            rest = sum(u.n_bytes for u in component.units[kept:])
+            moved, cost = moved + rest, cost + rest * DENOISER_WEIGHT
             for phase in placement:
                 placement[phase][component.name] = (
                     len(component.units) if phase == "denoise" else kept

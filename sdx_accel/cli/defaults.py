@@ -9,14 +9,20 @@ from typing import Any
 
 from sdx_accel.cli.pictures_in import InputPicture
 from sdx_accel.cli.sizes import check_size, nearest_sizes
+from sdx_accel.runtime.schedulers import FEW_STEPS, check_steps
 
 __all__ = ["DEFAULT_MODEL", "fill_defaults"]
 
 DEFAULT_MODEL = "random:sdxl-tiny"
 DEFAULT_STRENGTH = 0.6
+# the share that the refiner's authors leave to it
+DEFAULT_REFINER_START = 0.8
 DEFAULT_STEPS = 20
 # the tiny model shows noise after any number of steps
 TINY_STEPS = 4
+# what the authors of LCM, SDXL-Lightning and SDXL-Turbo show: more steps change little
+FEW, MOST_OF_FEW = 4, 8
+NO_GUIDANCE = 1.0
 GUIDANCE_SDXL = 5.0
 GUIDANCE_OTHER = 7.5
 
@@ -26,6 +32,7 @@ def fill_defaults(
     description: Any,
     image: InputPicture | None,
     note: Callable[[str], None],
+    guide: InputPicture | None = None,
 ) -> None:
     """Complete the settings with what depends on the model or on the input picture.
 
@@ -33,16 +40,27 @@ def fill_defaults(
         settings: the job's fields by name; completed in place.
         description: the model's.
         image: the picture to start from, or None.
+        guide: the picture that a ControlNet follows, or None: without `image` it gives the size.
         note: receives sentences that the user should read.
 
     Raises:
         SizeError: the picture's own size is one that the model cannot do.
+        RefusedError: an unknown scheduler, or more steps than it can do.
     """
-    _fill_size(settings, description, image, note)
+    flag = "--image" if guide is None or image is not None else "--control-image"
+    _fill_size(settings, description, image or guide, flag, note)
+    scheduler = str(settings.get("scheduler") or "").strip().lower()
+    few = scheduler in FEW_STEPS or description.embeds_guidance
     if settings.get("steps") is None:
         tiny = str(settings["model"]).endswith("-tiny")
-        settings["steps"] = TINY_STEPS if tiny else DEFAULT_STEPS
-    if settings.get("guidance") is None:
+        settings["steps"] = FEW if few else TINY_STEPS if tiny else DEFAULT_STEPS
+    if settings.get("scheduler") is not None:
+        check_steps(scheduler, settings["steps"])
+    if scheduler in FEW_STEPS and not description.embeds_guidance:
+        if settings.get("guidance") is None:
+            settings["guidance"] = NO_GUIDANCE
+        _few_step_notes(settings, scheduler, FEW_STEPS[scheduler], note)
+    elif settings.get("guidance") is None:
         is_sdxl = "XL" in description.pipeline_class
         settings["guidance"] = GUIDANCE_SDXL if is_sdxl else GUIDANCE_OTHER
     if settings.get("seed") is None:
@@ -50,18 +68,44 @@ def fill_defaults(
     settings["guidance"] = float(settings["guidance"])
     if image is not None and settings.get("strength") is None:
         settings["strength"] = DEFAULT_STRENGTH
+    if settings.get("refiner") is not None and settings.get("refiner_start") is None:
+        settings["refiner_start"] = DEFAULT_REFINER_START
     if settings["guidance"] <= 1 and settings.get("negative"):
         note(
             f"guidance {settings['guidance']:g} means no guidance, so the negative prompt is "
             "ignored; use --guidance above 1"
         )
         settings["negative"] = ""
+    if description.embeds_guidance and settings.get("negative"):
+        note(
+            "this model has its guidance distilled into it, so the negative prompt is ignored; "
+            "leave it out"
+        )
+        settings["negative"] = ""
+
+
+def _few_step_notes(
+    settings: dict[str, Any], scheduler: str, most: float, note: Callable[[str], None]
+) -> None:
+    """Say where settings are not what models of this kind were distilled for."""
+    if settings["guidance"] > most:
+        usual = "without guidance" if most <= 1 else f"with a guidance of 1 to {most:g}"
+        note(
+            f"--guidance {settings['guidance']:g} with --scheduler {scheduler}: such models are "
+            f"made to run {usual}, and above 1 every step takes two predictions; use --guidance 1"
+        )
+    if settings["steps"] > MOST_OF_FEW:
+        note(
+            f"--steps {settings['steps']} with --scheduler {scheduler}: such models are made for "
+            f"{FEW} to {MOST_OF_FEW} steps"
+        )
 
 
 def _fill_size(
     settings: dict[str, Any],
     description: Any,
     image: InputPicture | None,
+    flag: str,
     note: Callable[[str], None],
 ) -> None:
     width: Any = settings.get("width")
@@ -72,7 +116,7 @@ def _fill_size(
         return
     own_width, own_height = image.picture.size
     if width is None and height is None:
-        check_size(own_width, own_height, subject=f"--image {image.path}")
+        check_size(own_width, own_height, subject=f"{flag} {image.path}")
         width, height = own_width, own_height
     elif width is None:
         width = _nearest(own_width * height / own_height)

@@ -3,10 +3,7 @@
 Knows the flags' spelling; knows nothing of models, torch or files' contents.
 """
 
-import math
-import os
 import re
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -16,19 +13,13 @@ from sdx_accel.errors import RefusedError
 __all__ = [
     "Dtype",
     "Format",
-    "Lora",
     "Quality",
     "parse_device",
-    "parse_lora",
     "parse_vram",
     "refuse_unbuilt",
 ]
 
 _UNBUILT = {
-    "controlnet": "--controlnet is not built yet; built: text to picture, --image, --image with "
-    "--mask, --lora",
-    "ip_adapter": "--ip-adapter is not built yet; built: text to picture, --image, --image with "
-    "--mask, --lora",
     "ram": "--ram is not built yet; built: --vram (the plan prints the host memory it needs)",
 }
 _QUALITIES = ("exact", "near")
@@ -58,40 +49,6 @@ class Format(StrEnum):
     JPG = "jpg"
     JPEG = "jpeg"
     WEBP = "webp"
-
-
-@dataclass(frozen=True, slots=True)
-class Lora:
-    """A LoRA file or folder and how strongly it is applied.
-
-    Args:
-        path: as the user wrote it.
-        scale: 1.0 is the strength it was trained with.
-    """
-
-    path: str
-    scale: float = 1.0
-
-
-def parse_lora(text: str) -> Lora:
-    """Read PATH or PATH:SCALE; a colon inside a path, or after a drive letter, is no scale.
-
-    Raises:
-        RefusedError: the path is empty or the scale is not finite.
-    """
-    path, colon, tail = text.rpartition(":")
-    try:
-        scale = float(tail) if colon else None
-    except ValueError:
-        scale = None
-    # a file that is really called "style:2", or drive C's file "2", is a path
-    if scale is None or os.path.exists(text) or (os.name == "nt" and len(path) == 1):
-        path, scale = text, 1.0
-    if not path.strip():
-        raise RefusedError(f"--lora {text!r} names no file; write --lora PATH or --lora PATH:SCALE")
-    if not math.isfinite(scale):
-        raise RefusedError(f"--lora {text}: the scale has to be a finite number, such as 0.8")
-    return Lora(path, scale)
 
 
 def parse_vram(text: str) -> str:

@@ -26,11 +26,17 @@ def generate(
     ] = None,
     negative: Annotated[str | None, typer.Option(help="What it shall not show.")] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Denoising steps. Default: 20; 4 for -tiny models.")
+        int | None,
+        typer.Option(
+            help="Denoising steps. Default: 20; 4 for -tiny models and for lcm, lightning, turbo."
+        ),
     ] = None,
     guidance: Annotated[
         float | None,
-        typer.Option(help="Default: 5.0 for SDXL, else 7.5. 1 or less: no guidance."),
+        typer.Option(
+            help="Default: 5.0 for SDXL, else 7.5; 1 for lcm, lightning, turbo. 1 or less: no "
+            "guidance."
+        ),
     ] = None,
     width: Annotated[int | None, typer.Option(help="Pixels. Default: the model's.")] = None,
     height: Annotated[int | None, typer.Option(help="Pixels. Default: the model's.")] = None,
@@ -43,6 +49,14 @@ def generate(
         list[str] | None,
         typer.Option(metavar="PATH[:SCALE]", help="A LoRA file; may be given several times."),
     ] = None,
+    embedding: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE[:TOKEN]",
+            help="A textual inversion, used by writing TOKEN (default: the file's name) into a "
+            "prompt; may be given several times.",
+        ),
+    ] = None,
     image: Annotated[str | None, typer.Option(help="A picture to start from.")] = None,
     mask: Annotated[
         str | None, typer.Option(help="With --image: white is repainted, black is kept exactly.")
@@ -50,14 +64,54 @@ def generate(
     strength: Annotated[
         float | None, typer.Option(help="With --image: how much is replaced. Default: 0.6.")
     ] = None,
-    controlnet: Annotated[str | None, typer.Option(help="Not built yet.")] = None,
-    ip_adapter: Annotated[str | None, typer.Option(help="Not built yet.")] = None,
+    controlnet: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODEL[:SCALE]",
+            help="A ControlNet: folder, hub id or random:controlnet; may be given several times.",
+        ),
+    ] = None,
+    control_image: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PICTURE",
+            help="What the ControlNet follows, such as edges or depth; one for each --controlnet.",
+        ),
+    ] = None,
+    ip_adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH[:SCALE]",
+            help="An IP-Adapter: .safetensors file or random:ip-adapter; may be given several "
+            "times.",
+        ),
+    ] = None,
+    ip_image: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PICTURE", help="A picture as prompt: its subject and style; one for each."
+        ),
+    ] = None,
+    refiner: Annotated[
+        str | None,
+        typer.Option(
+            help="An SDXL refiner for the last steps: folder, hub id, random:sdxl-refiner or "
+            "random:sdxl-refiner-tiny."
+        ),
+    ] = None,
+    refiner_start: Annotated[
+        float | None, typer.Option(help="How much of the noise the base removes. Default: 0.8.")
+    ] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Default: auto.")] = None,
     device: Annotated[
         str | None, typer.Option(metavar="auto|cpu|cuda[:N]", help="Default: auto.")
     ] = None,
     scheduler: Annotated[
-        str | None, typer.Option(help="euler, euler-a, ddim, dpm++, unipc, … Default: the model's.")
+        str | None,
+        typer.Option(
+            help="euler, euler-a, ddim, dpm++, unipc, …; lcm, lightning or turbo for models "
+            "distilled to 4 steps. Default: the model's."
+        ),
     ] = None,
     vram: Annotated[
         str | None,

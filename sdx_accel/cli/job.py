@@ -7,7 +7,8 @@ import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from sdx_accel.cli.flags import Dtype, Lora, parse_device, parse_vram, refuse_unbuilt
+from sdx_accel.cli.adapter_flags import PARTS, ControlNet, Embedding, IpAdapter, Lora
+from sdx_accel.cli.flags import Dtype, parse_device, parse_vram, refuse_unbuilt
 from sdx_accel.cli.sizes import check_size
 from sdx_accel.errors import RefusedError
 
@@ -35,9 +36,14 @@ class Job:
         num: how many pictures, 1…1000000, made one after the other.
         negative: what the picture shall not show; "" = none.
         loras: LoRA files with their scales.
+        controlnets: ControlNets with their scales and pictures.
+        ip_adapters: IP-Adapters with their scales and pictures.
+        embeddings: textual inversions and their words.
         image: absolute path of the picture to start from, or None.
         mask: absolute path of the mask (white = repaint), or None.
         strength: how much of `image` is replaced, above 0 and at most 1; None without `image`.
+        refiner: SDXL refiner that does the last steps, or None.
+        refiner_start: how much of the noise its base removes, between 0 and 1; None without it.
         dtype: auto, fp16, bf16 or fp32.
         device: auto, cpu, cuda or cuda:N.
         scheduler: a scheduler's name, None = the model's own.
@@ -59,9 +65,14 @@ class Job:
     num: int = 1
     negative: str = ""
     loras: tuple[Lora, ...] = ()
+    controlnets: tuple[ControlNet, ...] = ()
+    ip_adapters: tuple[IpAdapter, ...] = ()
+    embeddings: tuple[Embedding, ...] = ()
     image: str | None = None
     mask: str | None = None
     strength: float | None = None
+    refiner: str | None = None
+    refiner_start: float | None = None
     dtype: str = "auto"
     device: str = "auto"
     scheduler: str | None = None
@@ -88,6 +99,7 @@ class Job:
         if self.vram is not None:
             parse_vram(self.vram)
         self._check_pictures()
+        self._check_refiner()
 
     def _check_pictures(self) -> None:
         if self.image is None:
@@ -102,6 +114,26 @@ class Job:
             raise RefusedError(
                 f"--steps {self.steps} with --strength {self.strength:g} leaves no step to do; "
                 f"use --steps {math.ceil(1 / self.strength)} or more"
+            )
+
+    def _check_refiner(self) -> None:
+        if self.refiner is None:
+            if self.refiner_start is not None:
+                raise RefusedError("--refiner-start belongs to --refiner; give --refiner too")
+            return
+        if self.refiner_start is None or not 0 < self.refiner_start < 1:
+            raise RefusedError(
+                f"--refiner-start {self.refiner_start}: use a number between 0 and 1, such as 0.8"
+            )
+        if self.image is not None:
+            raise RefusedError(
+                "--refiner finishes pictures that are made from a prompt; leave --image or "
+                "--refiner out"
+            )
+        if self.controlnets:
+            raise RefusedError(
+                "--refiner with --controlnet is not built yet; built: --refiner with --lora, "
+                "--embedding and --ip-adapter, or --controlnet alone"
             )
 
     @property
@@ -122,7 +154,8 @@ class Job:
 
     def to_dict(self) -> dict[str, Any]:
         """All settings as JSON-ready values."""
-        return {**asdict(self), "loras": [asdict(lora) for lora in self.loras]}
+        values = asdict(self)
+        return {**values, **{name: list(values[name]) for name in PARTS}}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Job":
@@ -136,15 +169,30 @@ class Job:
         known = {field.name: field.type for field in fields(cls)}
         kept = {name: value for name, value in values.items() if name in known}
         for name, value in kept.items():
-            if name != "loras" and not _is_a(value, str(known[name])):
+            if name not in PARTS and not _is_a(value, str(known[name])):
                 raise RefusedError(f"the setting {name} cannot be {value!r}")
         try:
-            loras = tuple(
-                Lora(str(lora["path"]), float(lora["scale"])) for lora in kept.get("loras", ())
-            )
-            return cls(**{**kept, "loras": loras})
+            parts = {
+                name: tuple(_part(kind, part) for part in kept.get(name, ()))
+                for name, kind in PARTS.items()
+            }
+            return cls(**{**kept, **parts})
         except (TypeError, KeyError) as error:
             raise RefusedError(f"the settings are incomplete: {error}") from error
+
+
+def _part(kind: type[Any], values: Any) -> Any:
+    """A LoRA, ControlNet, … from its JSON values; all but those with a default are needed."""
+    if not isinstance(values, dict):
+        raise TypeError(f"{kind.__name__} that is {values!r}")
+    known = {field.name: str(field.type) for field in fields(kind)}
+    kept = {name: value for name, value in values.items() if name in known}
+    for name, value in kept.items():
+        if not _is_a(value, known[name]):
+            raise TypeError(f"{kind.__name__} with {name} {value!r}")
+    if "scale" in known:
+        kept["scale"] = float(kept["scale"])
+    return kind(**kept)
 
 
 def _check_range(flag: str, value: int, low: int, high: int) -> None:

@@ -41,7 +41,7 @@ class Recorded:
         path: the picture.
         format: png, jpg or webp.
         job: the settings, for this one picture.
-        inputs: sha256 by path of the input pictures and LoRA files.
+        inputs: sha256 by path of the input pictures and of the files added to the model.
         versions: by package, at that time.
         ran: device, dtype, scheduler, pipeline and CPU threads that were really used.
     """
@@ -84,6 +84,15 @@ def parameters_text(job: Job, sampler: str) -> str:
         pairs["Denoising strength"] = f"{job.strength:g}"
     if job.loras:
         pairs["Lora"] = ", ".join(f"{Path(lora.path).stem}: {lora.scale:g}" for lora in job.loras)
+    if job.embeddings:
+        pairs["TI"] = ", ".join(part.token for part in job.embeddings)
+    for index, net in enumerate(job.controlnets):
+        pairs[f"ControlNet {index}"] = f"{Path(net.path).name}: {net.scale:g}"
+    for index, adapter in enumerate(job.ip_adapters):
+        pairs[f"IP-Adapter {index}"] = f"{Path(adapter.path).name}: {adapter.scale:g}"
+    if job.refiner is not None:
+        pairs["Refiner"] = os.path.basename(job.refiner.rstrip("/\\")) or job.refiner
+        pairs["Refiner switch at"] = f"{job.refiner_start:g}"
     pairs["Version"] = f"sdx_accel {sdx_accel.__version__}"
     lines = [job.prompt]
     if job.negative:

@@ -44,13 +44,17 @@ class InputPicture:
         return self.picture.resize((width, height), how)
 
 
-def read_picture(path: str) -> InputPicture:
+def read_picture(path: str, flag: str = "--image") -> InputPicture:
     """Read any picture file as upright RGB; transparency is composited over white.
+
+    Args:
+        path: the file.
+        flag: what named it, for messages.
 
     Raises:
         PictureError: the file is missing, broken, too large or no picture.
     """
-    opened, digest = _open(path, "--image")
+    opened, digest = _open(path, flag)
     notes = _first_notes(opened, path)
     return InputPicture(path, _to_rgb(_upright(opened), path, notes), digest, tuple(notes))
 

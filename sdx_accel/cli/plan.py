@@ -31,8 +31,34 @@ def plan(
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
     guidance: Annotated[float | None, typer.Option(help="1 or less: no guidance.")] = None,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(help="As in generate: lcm, lightning and turbo run without guidance."),
+    ] = None,
     image: Annotated[
         str | None, typer.Option(help="A picture to start from: its size is planned for.")
+    ] = None,
+    lora: Annotated[
+        list[str] | None, typer.Option(metavar="PATH[:SCALE]", help="As in generate.")
+    ] = None,
+    embedding: Annotated[
+        list[str] | None, typer.Option(metavar="FILE[:TOKEN]", help="As in generate.")
+    ] = None,
+    controlnet: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODEL[:SCALE]", help="As in generate; needs no picture here."),
+    ] = None,
+    control_image: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PICTURE", help="As in generate: its size is planned for."),
+    ] = None,
+    ip_adapter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATH[:SCALE]", help="As in generate; needs no picture here."),
+    ] = None,
+    refiner: Annotated[str | None, typer.Option(help="As in generate: a phase of its own.")] = None,
+    refiner_start: Annotated[
+        float | None, typer.Option(help="As in generate; changes no memory.")
     ] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Default: auto.")] = None,
     device: Annotated[
@@ -59,7 +85,7 @@ def plan(
         from sdx_accel.cli.talk import Talk, one_voice
 
         talk = Talk(json)
-        prepared = prepare(flags, talk.note)
+        prepared = prepare(flags, talk.note, only_plan=True)
         with one_voice(talk):
             job = prepared.job
             device = pick_device(job.device)

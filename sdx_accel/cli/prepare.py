@@ -3,15 +3,16 @@
 Everything that can be refused without loading a model is refused here.
 """
 
-import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from sdx_accel.cli.adapter_flags import absolute, adapter_settings
+from sdx_accel.cli.adapters import assemble, file_digests, name_embeddings, read_pictures
 from sdx_accel.cli.defaults import DEFAULT_MODEL, fill_defaults
-from sdx_accel.cli.flags import parse_device, parse_lora, parse_vram, refuse_unbuilt
+from sdx_accel.cli.flags import parse_device, parse_vram, refuse_unbuilt
 from sdx_accel.cli.job import Job
 from sdx_accel.cli.metadata import Recorded, read_record, versions
 from sdx_accel.cli.pictures_in import InputPicture, read_mask, read_picture
@@ -30,11 +31,13 @@ class Prepared:
 
     Args:
         job: the settings.
-        description: the model's, from `describe`.
+        description: the model's, from `describe`, with everything that the job adds to it.
         image: the picture to start from, or None.
         mask: what to repaint of it, or None.
         format: of the picture that is made again, or None.
-        loras: sha256 by path of the LoRA files.
+        guides: the pictures that ControlNets follow, in their order.
+        prompts: the pictures that are prompts to IP-Adapters, in their order.
+        files: (flag, sha256) by path of the files that are added to the model.
         threads: of a CPU run that is made again as it was, or None.
     """
 
@@ -43,16 +46,21 @@ class Prepared:
     image: InputPicture | None
     mask: InputPicture | None
     format: str | None
-    loras: dict[str, str]
+    guides: tuple[InputPicture, ...]
+    prompts: tuple[InputPicture, ...]
+    files: dict[str, tuple[str, str]]
     threads: int | None
 
 
-def prepare(flags: dict[str, Any], note: Callable[[str], None]) -> Prepared:
+def prepare(
+    flags: dict[str, Any], note: Callable[[str], None], *, only_plan: bool = False
+) -> Prepared:
     """Check everything that needs no weights.
 
     Args:
         flags: by name, None (or an empty list) where the user gave nothing.
         note: receives sentences that the user should read.
+        only_plan: no picture will be made, so that those which change no memory may be missing.
 
     Raises:
         RefusedError: or one of its kinds, on anything that cannot work.
@@ -62,21 +70,39 @@ def prepare(flags: dict[str, Any], note: Callable[[str], None]) -> Prepared:
     recorded = read_record(given["replay"]) if "replay" in given else None
     if recorded is None and "prompt" not in given:
         raise RefusedError('no prompt: write sdx-accel generate "what the picture shows"')
-    settings = _settings(given, recorded)
+    settings = _settings(given, recorded, only_plan)
+    if "embedding" in given:
+        said = (settings.get("prompt") or "", settings.get("negative") or "")
+        # a plan has no prompt that a word could be missing from
+        speak = _silent if only_plan else note
+        settings["embeddings"] = name_embeddings(given["embedding"], said, speak)
     description = _describe(settings, note)
     image, mask = _pictures(settings, note)
-    fill_defaults(settings, description, image, note)
+    guides = read_pictures(settings.get("controlnets", ()), "--control-image", note)
+    prompts = read_pictures(settings.get("ip_adapters", ()), "--ip-image", note)
+    fill_defaults(settings, description, image, note, guides[0] if guides else None)
     job = Job.from_dict(settings)
+    for guide in guides if image is not None else guides[1:]:
+        if guide.picture.size != (job.width, job.height):
+            was = " × ".join(map(str, guide.picture.size))
+            note(f"{guide.path} is resized from {was} to {job.width} × {job.height}")
+    for picture in prompts:
+        if picture.picture.width != picture.picture.height:
+            note(f"{picture.path} is not square: only its middle is the prompt")
     _check_text(job)
-    _check_names(job)
     _check_kind(job, description)
-    loras = {lora.path: _lora_digest(lora.path) for lora in job.loras}
+    description = assemble(description, job)
+    files = file_digests(job)
     format = threads = None
     if recorded is not None:
-        _compare(recorded, given, job, {"image": image, "mask": mask}, loras, note)
+        pictures = [("image", image), ("mask", mask), *(("control-image", g) for g in guides)]
+        pictures += [("ip-image", prompt) for prompt in prompts]
+        found = [(flag, p.path, p.sha256) for flag, p in pictures if p is not None]
+        found += [(flag, path, digest) for path, (flag, digest) in files.items()]
+        _compare(recorded, given, job, found, note)
         format = recorded.format
         threads = recorded.ran.get("threads") if _is_same(job, recorded) else None
-    return Prepared(job, description, image, mask, format, loras, threads)
+    return Prepared(job, description, image, mask, format, guides, prompts, files, threads)
 
 
 def choose_destination(
@@ -107,6 +133,10 @@ def choose_destination(
     return destination
 
 
+def _silent(text: str) -> None:
+    """For notes that do not apply."""
+
+
 def _given(flags: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if value not in (None, [], ())}
 
@@ -128,30 +158,6 @@ def _describe(settings: dict[str, Any], note: Callable[[str], None]) -> Any:
     return describe(settings["model"], config=settings.get("config"))
 
 
-def _check_names(job: Job) -> None:
-    from sdx_accel.runtime.loras import check_lora_file, require_peft
-    from sdx_accel.runtime.schedulers import SCHEDULERS, make_scheduler
-
-    for lora in job.loras:
-        if not os.path.exists(lora.path):
-            raise CheckpointError(f"--lora {lora.path}: no such file; check the path")
-        check_lora_file(lora.path)
-    if job.loras:
-        require_peft()
-    if job.scheduler is not None and job.scheduler.strip().lower() not in SCHEDULERS:
-        make_scheduler(job.scheduler, {})
-
-
-def _lora_digest(path: str) -> str:
-    from sdx_accel.runtime.loras import lora_file
-
-    try:
-        with lora_file(path).open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise CheckpointError(f"--lora {path} cannot be read: {error}") from error
-
-
 def _check_text(job: Job) -> None:
     for flag, text in (("the prompt", job.prompt), ("--negative", job.negative)):
         if any("\ud800" <= char <= "\udfff" for char in text):
@@ -164,15 +170,20 @@ def _check_text(job: Job) -> None:
 def _check_kind(job: Job, description: Any) -> None:
     """Refuse a job without the pictures that the model was made to start from."""
     name = description.pipeline_class
+    if "ControlNet" in name:
+        raise RefusedError(
+            f"{job.model} is a model with its ControlNet ({name}): give the model alone with "
+            "--model, and this one with --controlnet"
+        )
     if "Inpaint" in name and job.kind != "inpaint":
         raise RefusedError(f"{job.model} repaints pictures ({name}): give --image and --mask")
     if "Img2Img" in name and job.image is None:
         raise RefusedError(f"{job.model} starts from a picture ({name}): give --image")
 
 
-def _settings(given: dict[str, Any], recorded: Recorded | None) -> dict[str, Any]:
+def _settings(given: dict[str, Any], recorded: Recorded | None, only_plan: bool) -> dict[str, Any]:
     """The job's fields known from the flags, then from the replayed picture."""
-    for name in ("image", "mask", "config"):
+    for name in ("image", "mask", "config", "refiner"):
         if name in given and not str(given[name]).strip():
             raise RefusedError(f"--{name} is empty; name a file or leave it out")
     names = Job.__dataclass_fields__
@@ -181,21 +192,15 @@ def _settings(given: dict[str, Any], recorded: Recorded | None) -> dict[str, Any
         for name, value in given.items()
         if name in names
     }
-    if "lora" in given:
-        loras = [parse_lora(text) for text in given["lora"]]
-        settings["loras"] = [
-            {"path": os.path.abspath(os.path.expanduser(lora.path)), "scale": lora.scale}
-            for lora in loras
-        ]
+    settings |= adapter_settings(given, recorded.job if recorded else None, only_plan)
     if "vram" in settings:
         settings["vram"] = parse_vram(settings["vram"])
     if "device" in settings:
         settings["device"] = parse_device(settings["device"])
-    for name in ("image", "mask", "model", "config"):
+    for name in ("image", "mask", "model", "config", "refiner"):
         # a replay may start in another folder; a model can also be a spec or a hub id
         if name in settings and (name in ("image", "mask") or os.path.exists(settings[name])):
-            # a shell leaves the tilde alone inside quotation marks
-            settings[name] = os.path.abspath(os.path.expanduser(settings[name]))
+            settings[name] = absolute(settings[name])
     if recorded is None:
         return settings
     replayed = recorded.job.to_dict()
@@ -222,16 +227,17 @@ def _compare(
     recorded: Recorded,
     given: dict[str, Any],
     job: Job,
-    pictures: dict[str, InputPicture | None],
-    loras: dict[str, str],
+    found: list[tuple[str, str, str]],
     note: Callable[[str], None],
 ) -> None:
-    """Say what would make a replay differ; refuse when an input file is another one."""
-    found = [(name, picture.path, picture.sha256) for name, picture in pictures.items() if picture]
-    found += [("lora", path, digest) for path, digest in loras.items()]
+    """Say what would make a replay differ; refuse when an input file is another one.
+
+    Args:
+        found: (flag, path, sha256) of every file that the job reads.
+    """
     for name, path, digest in found:
-        if name not in given and recorded.inputs.get(path, digest) != digest:
-            kind = CheckpointError if name == "lora" else PictureError
+        if name.replace("-", "_") not in given and recorded.inputs.get(path, digest) != digest:
+            kind = PictureError if name.endswith(("image", "mask")) else CheckpointError
             raise kind(
                 f"--from {recorded.path}: {path} has changed since, so the result would "
                 f"differ; give --{name} to use it as it is now"

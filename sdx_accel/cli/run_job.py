@@ -14,6 +14,7 @@ from sdx_accel.cli.budgeting import budget_note, budget_of, plan_job, refuse_inf
 from sdx_accel.cli.decode_guard import finite_decode
 from sdx_accel.cli.devices import pick_device
 from sdx_accel.cli.job import Job
+from sdx_accel.cli.loading import load_pipeline, picture_arguments
 from sdx_accel.cli.metadata import encode_picture, parameters_text, versions
 from sdx_accel.cli.pictures_out import Destination, file_name, save_bytes
 from sdx_accel.cli.prepare import Prepared
@@ -79,8 +80,13 @@ def run_job(prepared: Prepared, destination: Destination, talk: Talk) -> Outcome
         talk.say(plan.explain())
         refuse_infeasible(plan, prepared, device)
         outcome.plan = plan.to_dict()
-        pipe = _load(job, device, talk)
-        for sentence in prompt_notes(pipe, job.prompt, job.negative if job.guided else ""):
+        pipe = load_pipeline(prepared, device, talk)
+        prompt, negative = job.prompt, job.negative if job.guided else ""
+        if job.embeddings:
+            # a word of several vectors takes as many places in the prompt
+            prompt = pipe.maybe_convert_prompt(prompt, pipe.tokenizer)
+            negative = pipe.maybe_convert_prompt(negative, pipe.tokenizer)
+        for sentence in prompt_notes(pipe, prompt, negative):
             talk.note(sentence)
         held = _place(pipe, job, device, plan.feasible, talk)
         try:
@@ -122,29 +128,6 @@ def _threads_note(prepared: Prepared, device: str) -> str | None:
     )
 
 
-def _load(job: Job, device: str, talk: Talk) -> Any:
-    from sdx_accel.runtime.checkpoints import load
-
-    pipe = load(
-        job.model, dtype=job.dtype, config=job.config, scheduler=job.scheduler, device=device
-    )
-    if job.loras:
-        from sdx_accel.runtime.loras import load_loras
-
-        for report in load_loras(pipe, [(lora.path, lora.scale) for lora in job.loras]):
-            if report.matched < report.total:
-                talk.note(str(report))
-    pipe.set_progress_bar_config(disable=True)
-    if job.kind == "text":
-        return pipe
-    from diffusers import AutoPipelineForImage2Image, AutoPipelineForInpainting
-
-    switch = AutoPipelineForImage2Image if job.kind == "image" else AutoPipelineForInpainting
-    switched = switch.from_pipe(pipe)
-    switched.set_progress_bar_config(disable=True)
-    return switched
-
-
 def _place(pipe: Any, job: Job, device: str, feasible: bool, talk: Talk) -> bool:
     """Patch the pipeline and put it on its device; False when everything of ours is off."""
     import sdx_accel  # noqa: F401  (attaches enable_xattn to diffusers' classes)
@@ -176,7 +159,7 @@ def _make(pipe: Any, prepared: Prepared, index: int, device: str, talk: Talk) ->
         "guidance_scale": job.guidance,
         "generator": torch.Generator("cpu").manual_seed(job.seed + index),
         "callback_on_step_end": progress.callback,
-        **_picture_arguments(prepared),
+        **picture_arguments(prepared),
     }
     try:
         with progress, finite_decode(pipe, talk.note):
@@ -202,29 +185,18 @@ def _steps(job: Job) -> int:
     return job.steps if job.strength is None else int(job.steps * job.strength)
 
 
-def _picture_arguments(prepared: Prepared) -> dict[str, Any]:
-    job = prepared.job
-    size = {"width": job.width, "height": job.height}
-    if prepared.image is None:
-        return size
-    image = {"image": prepared.image.resized(**size), "strength": job.strength}
-    if prepared.mask is None:
-        return image
-    return {**image, **size, "mask_image": prepared.mask.resized(**size)}
-
-
 def _record(
     single: Job, prepared: Prepared, pipe: Any, device: str, plan: dict[str, Any] | None
 ) -> dict[str, Any]:
     """What goes into the picture's metadata."""
     import torch
 
-    pictures = (prepared.image, prepared.mask)
+    pictures = (prepared.image, prepared.mask, *prepared.guides, *prepared.prompts)
     return {
         "settings": single.to_dict(),
         "inputs": {
             **{picture.path: picture.sha256 for picture in pictures if picture is not None},
-            **prepared.loras,
+            **{path: digest for path, (_, digest) in prepared.files.items()},
         },
         "ran": {
             "device": device,

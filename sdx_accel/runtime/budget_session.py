@@ -18,9 +18,10 @@ from sdx_accel.runtime.descriptions import ModelDescription
 from sdx_accel.runtime.enforce import Enforcer, NoEnforcer
 from sdx_accel.runtime.executor import Executor
 from sdx_accel.runtime.meta_models import default_size, describe_pipeline
+from sdx_accel.runtime.phase_calls import Job, set_tiling
+from sdx_accel.runtime.pipeline_parts import pipeline_models
 from sdx_accel.runtime.planning import job_of_call, plan_job
 from sdx_accel.runtime.probe import open_card, read_idle_cards, warm_up
-from sdx_accel.runtime.profiler import Job, set_tiling
 
 __all__ = ["BudgetSession"]
 
@@ -90,11 +91,7 @@ class BudgetSession:
                 f"this pipeline has no {' and no '.join(missing)}: a budget cannot be planned for "
                 "it; enable_xattn() without vram works"
             )
-        modules = {
-            name: pipe.components[name]
-            for name in self._description.components
-            if isinstance(pipe.components.get(name), torch.nn.Module)
-        }
+        modules = pipeline_models(pipe)
         self._tiling = _tiling_of(modules.get("vae"))
         self._tiled_by_us = False
         self._audited: Plan | None = None
@@ -213,6 +210,7 @@ class BudgetSession:
         if self.executor.generation != self._generation:
             # adapters or a cast have changed what the weights take
             self._plans.clear()
+            self._description = describe_pipeline(self._pipe())
             self._generation = self.executor.generation
         self._refuse_swapped()
         unet = self.executor.modules["unet"]
@@ -239,12 +237,15 @@ class BudgetSession:
         self._audited = self.executor.plan
 
     def _refuse_swapped(self) -> None:
-        pipe = self._pipe()
-        for name, module in self.executor.modules.items():
-            now = getattr(pipe, name, None)
-            if now is not module and getattr(now, "_orig_mod", None) is not module:
+        parts = pipeline_models(self._pipe())
+        for name in {**self.executor.modules, **parts}:
+            module, now = self.executor.modules.get(name), parts.get(name)
+            if now is not module and (
+                module is None or getattr(now, "_orig_mod", None) is not module
+            ):
+                what = "added" if module is None else "replaced"
                 raise PlacementError(
-                    f"{name} was replaced while the pipeline is held to a VRAM budget: call "
+                    f"{name} was {what} while the pipeline is held to a VRAM budget: call "
                     "disable_xattn(), and enable_xattn(vram=…) again to plan with the new one"
                 )
 

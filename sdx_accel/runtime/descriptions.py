@@ -37,12 +37,14 @@ class ComponentDescription:
         library: ``"diffusers"`` or ``"transformers"``: where `class_name` is imported from.
         class_name: for instance ``"UNet2DConditionModel"``.
         config: the class's configuration; keys that are left out have the class's defaults.
+        adapters: what was added to the module, in order; see `adapter_twins`.
     """
 
     name: str
     library: str
     class_name: str
     config: dict[str, Any]
+    adapters: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,12 @@ class ModelDescription:
     default_width: int
     scheduler: tuple[str, dict[str, Any]]
     weight_files: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
+
+    @property
+    def embeds_guidance(self) -> bool:
+        """Whether guidance is an input of the UNet, as in whole LCM models, not a second run."""
+        unet = self.components.get("unet")
+        return unet is not None and unet.config.get("time_cond_proj_dim") is not None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `from_dict` is the inverse."""

@@ -48,6 +48,8 @@ class Executor:
         # rises when someone may have changed the weights: plans made before do not hold
         self.generation = 0
         self.casting = False
+        # while adapters are put on or taken off, with all weights on the host
+        self.adapting = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Executor":
         """A copied model is not held: its copy of this reference must not copy all weights."""
@@ -137,6 +139,8 @@ class Executor:
             torch.nn.Module.to(self.modules[name], dtype=dtype)
         finally:
             self.casting = False
+        # while adapters are put on or taken off, with all weights on the host
+        self.adapting = False
         for unit in units:
             unit.disown()
         if units:

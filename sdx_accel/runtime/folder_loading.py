@@ -14,7 +14,14 @@ from sdx_accel.runtime.checkpoint_folders import INDEX, Weights, check_folder, r
 from sdx_accel.runtime.descriptions import ComponentDescription
 from sdx_accel.runtime.meta_models import component_class, meta_component, public_config
 
-__all__ = ["dtype_argument", "first_line", "fit_tokenizers", "load_folder", "quiet_libraries"]
+__all__ = [
+    "dtype_argument",
+    "first_line",
+    "fit_tokenizers",
+    "load_folder",
+    "load_module",
+    "quiet_libraries",
+]
 
 
 def load_folder(folder: Path, dtype: Any, *, allow_pickle: bool = False) -> Any:
@@ -46,7 +53,7 @@ def load_folder(folder: Path, dtype: Any, *, allow_pickle: bool = False) -> Any:
         # the largest first, so that its temporary pages are gone before the others arrive
         order = sorted(weights, key=lambda name: -sum(size for _, size in weights[name].files))
         modules = {
-            name: _load_module(folder / name, name, *parts[name], weights[name], dtype)
+            name: load_module(folder / name, name, *parts[name], weights[name], dtype)
             for name in order
         }
         try:
@@ -99,7 +106,7 @@ def fit_tokenizers(pipe: Any) -> None:
             tokenizer.model_max_length = room
 
 
-def _load_module(
+def load_module(
     folder: Path, name: str, library: str, class_name: str, weights: Weights, dtype: Any
 ) -> Any:
     """One component with its weights; missing or misshapen ones are an error, not a warning."""

@@ -158,7 +158,7 @@ def hold_models(executor: Executor) -> Callable[[], None]:
 def _phase_of(name: str) -> str:
     if name.startswith("text_encoder") or name == "image_encoder":
         return "text"
-    return "decode" if name == "safety_checker" else "denoise"
+    return {"safety_checker": "decode", "refiner": "refine"}.get(name, "denoise")
 
 
 def _make_apply(executor: Executor, base: Any) -> Callable[..., Any]:
@@ -183,7 +183,8 @@ class _BeginPhase:
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         executor = self.executor
-        if executor.phase == self.phase == "denoise":
+        # a step of a loop that runs already: everything is in place
+        if executor.phase == self.phase and self.phase in ("denoise", "refine"):
             return None
         executor.enter(self.phase)
         executor.ensure(self.name)
@@ -193,6 +194,10 @@ class _BeginPhase:
 def _make_to(name: str, base: type) -> Callable[..., Any]:
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         executor: Executor = self.__dict__[_STATE]
+        if executor.adapting:
+            # diffusers puts the model back where it says it is: only the dtype counts
+            args = tuple(value for value in args if isinstance(value, torch.dtype))
+            kwargs = {key: value for key, value in kwargs.items() if key != "device"}
         _refuse_moves(name, args, kwargs)
         dtypes = [v for v in (*args, kwargs.get("dtype")) if isinstance(v, torch.dtype)]
         if name != "vae" or not dtypes:
@@ -275,7 +280,11 @@ def hold_pipeline(
 def _make_adapter_method(executor: Executor, method: Callable[..., Any]) -> Callable[..., Any]:
     def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
         executor.bring_home()
-        return method(self, *args, **kwargs)
+        executor.adapting = True
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            executor.adapting = False
 
     return changed
 

@@ -14,10 +14,19 @@ from typing import Any
 from sdx_accel.errors import CheckpointError
 from sdx_accel.runtime.architectures import RANDOM_PREFIX, RANDOM_SPECS
 from sdx_accel.runtime.checkpoint_files import neighbours
-from sdx_accel.runtime.checkpoint_folders import INDEX, check_folder
+from sdx_accel.runtime.checkpoint_folders import INDEX, check_folder, find_weights
 
-__all__ = ["cached_folder", "configurations", "missing_path_message", "snapshot"]
+__all__ = [
+    "cached_folder",
+    "configurations",
+    "missing_path_message",
+    "part_configuration",
+    "part_snapshot",
+    "snapshot",
+]
 
+# what to do about one model that is not there; the names of whole models are of no help then
+_PART = "give its folder, or fetch it once while online"
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
@@ -72,6 +81,67 @@ def snapshot(name: str, dtype: Any) -> Path:
     return _fetch(name, lambda: _download_pipeline(name, half))
 
 
+def part_configuration(name: str) -> Path:
+    """A folder with the config.json of a hub id that is one model, such as a ControlNet.
+
+    Raises:
+        CheckpointError: not cached and offline, or not on the hub.
+    """
+    return _cached_part(name) or _fetch(name, lambda: _download(name, ["config.json"]), _PART)
+
+
+def part_snapshot(name: str, half: bool) -> Path:
+    """A folder with the configuration and weights of a hub id that is one model.
+
+    Args:
+        name: hub id.
+        half: prefer the fp16 files.
+
+    Raises:
+        CheckpointError: incomplete and offline, or not on the hub.
+    """
+    folder = _cached_part(name)
+    if folder is not None and (_offline() or _has_weights(folder, half)):
+        return folder
+    patterns = ["config.json", *_weight_patterns(name, half)]
+    return _fetch(name, lambda: _download(name, patterns), _PART)
+
+
+def _cached_part(name: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+
+    if not _ID.fullmatch(name):
+        return None
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True))
+    except (OSError, ValueError):
+        return None
+    return folder if (folder / "config.json").is_file() else None
+
+
+def _has_weights(folder: Path, half: bool) -> bool:
+    try:
+        find_weights(folder, "diffusers", half=half)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _weight_patterns(name: str, half: bool) -> list[str]:
+    """The fp16 files where there are some and they are wanted, else the plain ones."""
+    plain = "diffusion_pytorch_model.safetensors"
+    if half:
+        from huggingface_hub import HfApi
+
+        fp16 = "diffusion_pytorch_model.fp16.safetensors"
+        try:
+            if HfApi().file_exists(name, fp16):
+                return [fp16]
+        except (OSError, ValueError):
+            pass  # the download itself says what is wrong
+    return [plain, "diffusion_pytorch_model-*.safetensors", f"{plain}.index.json"]
+
+
 def missing_path_message(path: Path) -> str:
     """One line for a path that is not there, with the closest names beside it."""
     parent = path.parent
@@ -113,17 +183,17 @@ def _download_pipeline(name: str, half: bool) -> str:
     return str(DiffusionPipeline.download(name, use_safetensors=True))
 
 
-def _fetch(name: str, download: Any) -> Path:
+def _fetch(name: str, download: Any, hint: str | None = None) -> Path:
     """Run a download and turn each way it fails into one line."""
     if not _ID.fullmatch(name):
         raise CheckpointError(
             f"no file or folder {name!r} here, and it is no hub id (owner/name); "
-            f"{_suggestion(name)}"
+            f"{hint or _suggestion(name)}"
         )
     if _offline():
         raise CheckpointError(
             f"no file or folder {name!r} here, the model is not in the local cache, and "
-            f"HF_HUB_OFFLINE forbids fetching it; {_suggestion(name)}"
+            f"HF_HUB_OFFLINE forbids fetching it; {hint or _suggestion(name)}"
         )
     try:
         return Path(download())
@@ -136,7 +206,7 @@ def _fetch(name: str, download: Any) -> Path:
         else:
             cause = f"it is not in the local cache and the hub cannot be reached ({kind})"
         raise CheckpointError(
-            f"no file or folder {name!r} here, and {cause}; {_suggestion(name)}"
+            f"no file or folder {name!r} here, and {cause}; {hint or _suggestion(name)}"
         ) from None
 
 

@@ -9,16 +9,19 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from sdx_accel.errors import CheckpointError
+from sdx_accel.runtime.adapter_twins import lora_entry
 from sdx_accel.runtime.checkpoint_files import PICKLE_SUFFIXES, Header, neighbours, read_header
+from sdx_accel.runtime.descriptions import ModelDescription
 from sdx_accel.runtime.folder_loading import first_line, quiet_libraries
 from sdx_accel.runtime.lora_keys import Pair, find_pairs
 
-__all__ = ["LoraReport", "check_lora_file", "load_loras", "lora_file", "require_peft"]
+__all__ = ["LoraReport", "check_lora_file", "load_loras", "lora_file", "require_peft", "with_loras"]
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,7 @@ def load_loras(
     taken = {name for names in pipe.get_list_adapters().values() for name in names}
     reports, plans = [], []
     for path, scale in loras:
-        header = read_header(lora_file(path))
-        pairs, total = find_pairs(pipe, header)
-        _check_match(header, pairs, total)
+        header, pairs, total = _match(pipe, path)
         adapter = _adapter_name(header.path, taken)
         taken.add(adapter)
         layers: dict[str, int] = {}
@@ -87,6 +88,47 @@ def load_loras(
         plans.append((header, pairs))
     _load_all(pipe, reports, plans)
     return reports
+
+
+def with_loras(
+    description: ModelDescription, paths: Sequence[str | os.PathLike[str]]
+) -> ModelDescription:
+    """The description of a model with LoRA files on it, matched against it before it is loaded.
+
+    Args:
+        description: the model's.
+        paths: files, or folders with one .safetensors file, in the order of loading.
+
+    Raises:
+        CheckpointError: as `load_loras`.
+    """
+    from sdx_accel.runtime.phase_calls import twin
+
+    names = [name for name in description.components if name.startswith(("unet", "text_encoder"))]
+    # an architecture without weights has the names and shapes that a file is matched against
+    twins = SimpleNamespace(**{name: twin(description, name, "float32") for name in names})
+    added: dict[str, list[dict[str, Any]]] = {}
+    taken: set[str] = set()
+    for path in paths:
+        header, pairs, _ = _match(twins, path)
+        adapter = _adapter_name(header.path, taken)
+        taken.add(adapter)
+        for component in dict.fromkeys(pair.component for pair in pairs):
+            ranks = {pair.module: pair.rank for pair in pairs if pair.component == component}
+            added.setdefault(component, []).append(lora_entry(adapter, ranks))
+    components = {
+        name: replace(part, adapters=[*part.adapters, *added.get(name, ())])
+        for name, part in description.components.items()
+    }
+    return replace(description, components=components)
+
+
+def _match(pipe: Any, path: str | os.PathLike[str]) -> tuple[Header, list[Pair], int]:
+    """(header, layers it changes, LoRA tensors in it) of a file that fits a pipeline."""
+    header = read_header(lora_file(path))
+    pairs, total = find_pairs(pipe, header)
+    _check_match(header, pairs, total)
+    return header, pairs, total
 
 
 def _load_all(pipe: Any, reports: list[LoraReport], plans: list[tuple[Header, list[Pair]]]) -> None:

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdx_accel.errors import CheckpointError
+from sdx_accel.runtime.adapter_twins import add_adapters, read_adapters
 from sdx_accel.runtime.descriptions import ComponentDescription, ModelDescription, jsonable
+from sdx_accel.runtime.pipeline_parts import pipeline_models
 
 __all__ = [
     "check_values",
@@ -86,7 +88,7 @@ def meta_component(component: ComponentDescription, dtype: str = "float32") -> A
     """The module on torch's meta device: every shape and no storage, in about 0.1–1 s.
 
     Args:
-        component: which class and configuration.
+        component: which class and configuration, and the adapters on it.
         dtype: name of the parameters' dtype, for instance ``"float16"``.
 
     Returns:
@@ -110,6 +112,7 @@ def meta_component(component: ComponentDescription, dtype: str = "float32") -> A
         raise CheckpointError(
             f"the configuration of {component.name} does not fit {component.class_name}: {text}"
         ) from error
+    add_adapters(module, component.adapters)
     # diffusers' own .to() prints a warning about mixed dtypes that does not apply without weights
     return torch.nn.Module.to(module, getattr(torch, dtype)).eval()
 
@@ -159,14 +162,16 @@ def describe_pipeline(pipe: Any) -> ModelDescription:
 
     components = {}
     dtypes = {}
-    for name, module in pipe.components.items():
+    for name, module in pipeline_models(pipe).items():
         # torch.compile wraps a module; the original holds class and configuration
         module = getattr(module, "_orig_mod", module)
-        if not isinstance(module, torch.nn.Module) or not hasattr(module, "config"):
-            continue
         library = type(module).__module__.split(".")[0]
         components[name] = ComponentDescription(
-            name, library, type(module).__name__, public_config(module.config)
+            name,
+            library,
+            type(module).__name__,
+            public_config(module.config),
+            read_adapters(module),
         )
         floating = (p.dtype for p in module.parameters() if p.is_floating_point())
         dtypes[name] = str(next(floating, torch.float32)).removeprefix("torch.")

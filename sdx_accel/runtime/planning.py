@@ -142,8 +142,13 @@ def job_of_call(
     rows, columns = size if isinstance(size, (tuple, list)) else (size, size)
     picture = values.get("image")
     width, height = values.get("width"), values.get("height")
-    from_picture = _first_size(picture) if picture is not None else None
-    if from_picture and "height" not in signature.parameters:
+    guide = values.get("control_image")
+    if "ControlNet" in pipe_class.__name__ and "control_image" not in signature.parameters:
+        # what these call `image` is only looked at by the ControlNet
+        picture, guide = None, picture
+    from_picture = _first_size(guide if picture is None else picture)
+    follows = guide is not None or "height" not in signature.parameters
+    if from_picture and follows and (height is None or width is None):
         width, height = (n // scale * scale for n in from_picture)
     encode = picture is not None
     given = values.get("latents")

@@ -15,7 +15,7 @@ from sdx_accel.runtime.descriptions import ComponentDescription
 from sdx_accel.runtime.meta_models import meta_component
 from sdx_accel.runtime.offline_tokenizer import build_tokenizer
 
-__all__ = ["build_random", "build_random_component"]
+__all__ = ["build_random", "build_random_component", "draw_weights"]
 
 _EMBEDDING_STD = 0.02
 _BIAS_STD = 0.02
@@ -71,7 +71,7 @@ def build_random_component(component: ComponentDescription, dtype: Any, *, seed:
 
     def draw(name: str) -> Any:
         key = f"{seed}/{component.name}/{_stable_name(name)}"
-        return _draw(tuple(shapes[name]), kinds[name], key).to(dtype)
+        return draw_weights(tuple(shapes[name]), kinds[name], key).to(dtype)
 
     # torch draws on one core and lets the others run: threads over tensors, the largest first
     order = sorted(names, key=lambda name: -shapes[name].numel())
@@ -108,7 +108,7 @@ def _parameter_kinds(module: Any) -> dict[str, str]:
     return kinds
 
 
-def _draw(shape: tuple[int, ...], kind: str, key: str) -> Any:
+def draw_weights(shape: tuple[int, ...], kind: str, key: str) -> Any:
     """Uniform fp32 values of the kind's mean and deviation from a generator seeded by `key`.
 
     Uniform, not normal: torch's normal deviates differ in the last bit between instruction sets,

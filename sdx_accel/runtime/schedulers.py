@@ -11,7 +11,14 @@ from typing import Any
 
 from sdx_accel.errors import CheckpointError, RefusedError
 
-__all__ = ["SCHEDULERS", "check_scheduler", "make_scheduler", "try_scheduler"]
+__all__ = [
+    "FEW_STEPS",
+    "SCHEDULERS",
+    "check_scheduler",
+    "check_steps",
+    "make_scheduler",
+    "try_scheduler",
+]
 
 # name → class, and what that name means on top of the model's own schedule
 SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -31,9 +38,35 @@ SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
     "euler-karras": ("EulerDiscreteScheduler", {"use_karras_sigmas": True}),
     "heun": ("HeunDiscreteScheduler", {}),
     "lcm": ("LCMScheduler", {}),
+    # the schedules that SDXL-Lightning and SDXL-Turbo were distilled on end at the last timestep
+    "lightning": ("EulerDiscreteScheduler", {"timestep_spacing": "trailing"}),
     "pndm": ("PNDMScheduler", {"skip_prk_steps": True}),
+    "turbo": ("EulerAncestralDiscreteScheduler", {"timestep_spacing": "trailing"}),
     "unipc": ("UniPCMultistepScheduler", {}),
 }
+
+#: names for models distilled to a few steps → the most guidance that these are made for
+FEW_STEPS = {"lcm": 2.0, "lightning": 1.0, "turbo": 1.0}
+# an LCM takes its steps out of the 50 of the model that it was distilled from
+_MOST_STEPS = {"lcm": 50}
+
+
+def check_steps(name: str, steps: int) -> None:
+    """Refuse more steps than a sampler has.
+
+    Args:
+        name: a key of `SCHEDULERS`, in any case.
+        steps: denoising steps.
+
+    Raises:
+        RefusedError: naming the most that it can do.
+    """
+    most = _MOST_STEPS.get(check_scheduler(name), steps)
+    if steps > most:
+        raise RefusedError(
+            f"--steps {steps}: --scheduler {name} does at most {most}; use 4 to 8 of them, or "
+            "another scheduler"
+        )
 
 
 def check_scheduler(name: str) -> str:

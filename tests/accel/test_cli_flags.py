@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from sdx_accel.cli.flags import Lora, parse_device, parse_lora, parse_vram, refuse_unbuilt
+from sdx_accel.cli.adapter_flags import ControlNet, Embedding, IpAdapter, Lora, parse_lora
+from sdx_accel.cli.flags import parse_device, parse_vram, refuse_unbuilt
 from sdx_accel.cli.job import Job
 from sdx_accel.cli.sizes import check_size, nearest_sizes
 from sdx_accel.errors import RefusedError, SizeError
@@ -83,8 +84,6 @@ def test_device_that_is_not_built_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("flag", "value", "built"),
     [
-        ("controlnet", "x", "--image"),
-        ("ip_adapter", "x", "--image"),
         ("ram", "16", "--vram"),
         ("quality", "fast", "exact, near"),
     ],
@@ -166,6 +165,9 @@ def test_job_round_trips_through_json() -> None:
         JOB,
         prompt="日本 🙂",
         loras=(Lora("a.safetensors", 0.5),),
+        controlnets=(ControlNet("random:controlnet", 0.5, "/c.png"), ControlNet("owner/net")),
+        ip_adapters=(IpAdapter("a.safetensors", 0.6, "/p.png"),),
+        embeddings=(Embedding("e.safetensors", "<e>"),),
         image="/i.png",
         mask="/m.png",
         strength=0.5,
@@ -187,6 +189,8 @@ def test_job_from_a_newer_version_ignores_what_it_does_not_know() -> None:
         {"prompt": None},
         {"loras": [{"path": "x"}]},
         {"loras": [5]},
+        {"loras": [{"path": "x", "scale": "1"}]},
+        {"controlnets": [{"path": "x", "scale": 1, "image": 3}]},
         {"width": 64.5},
     ],
 )

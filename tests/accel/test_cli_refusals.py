@@ -42,8 +42,6 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         ("x --image text.png", "is not a picture"),
         ("x --mask a.png", "give --image"),
         ("x --strength 0.5", "give --image"),
-        ("x --controlnet y", "--controlnet is not built yet; built:"),
-        ("x --ip-adapter y", "--ip-adapter is not built yet; built:"),
         ("x --ram 8", "--ram is not built yet; built:"),
         ("x --quality fast", "built: exact, near"),
         ("x --output absent/sub", "does not exist"),

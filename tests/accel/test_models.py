@@ -219,9 +219,9 @@ def test_dtypes_are_one_rounding_apart():
 
 
 def test_weights_have_the_deviation_they_were_asked_for():
-    values = random_models._draw((256, 1024), "weight", "any key")
+    values = random_models.draw_weights((256, 1024), "weight", "any key")
     assert values.std() == pytest.approx(1 / 32, rel=0.01)
     assert abs(values.mean()) < 1e-3
-    norm = random_models._draw((4096,), "norm", "any key")
+    norm = random_models.draw_weights((4096,), "norm", "any key")
     assert norm.mean() == pytest.approx(1.0, abs=0.01)
-    assert not torch.equal(values, random_models._draw((256, 1024), "weight", "another key"))
+    assert not torch.equal(values, random_models.draw_weights((256, 1024), "weight", "another key"))

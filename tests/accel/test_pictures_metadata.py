@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from sdx_accel.cli.flags import Lora
+from sdx_accel.cli.adapter_flags import Lora
 from sdx_accel.cli.job import Job
 from sdx_accel.cli.metadata import encode_picture, parameters_text, read_record, versions
 from sdx_accel.errors import PictureError
