@@ -16,7 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["BandedDecoder", "BandedEncoder", "disable_bands", "enable_bands", "unsupported"]
+__all__ = [
+    "BandedDecoder",
+    "BandedEncoder",
+    "bands_of",
+    "disable_bands",
+    "enable_bands",
+    "unsupported",
+]
 
 #: elements of one band of a tensor: 16 MiB in 16 bits; about six of them exist at once
 BAND_ELEMENTS = 1 << 23
@@ -288,6 +295,9 @@ def unsupported(vae: Any) -> str:
                 return f"its {name} has a {type(block).__name__}, which is not {wanted}"
             if any(not _plain(resnet) for resnet in block.resnets):
                 return f"its {name} has resnets with embeddings or other norms"
+        there = vars(half).get("forward")
+        if there is not None and not isinstance(there, _Banded):
+            return f"the forward of its {name} was replaced by {type(there).__name__}"
         if type(half.conv_norm_out) is not nn.GroupNorm:
             return f"its {name} ends in a {type(half.conv_norm_out).__name__}"
         scalers = "upsamplers" if name == "decoder" else "downsamplers"
@@ -331,18 +341,18 @@ def enable_bands(vae: Any, low: bool = True) -> None:
     reason = unsupported(vae)
     if reason:
         raise ValueError(f"this VAE cannot be run in bands: {reason}")
-    for name in _KINDS:
-        half = getattr(vae, name)
-        there = vars(half).get("forward")
-        if there is not None and not isinstance(there, _Banded):
-            raise ValueError(
-                f"this VAE cannot be run in bands: the forward of its {name} was replaced by "
-                f"{type(there).__name__}; take that back first"
-            )
     for name, kind in _KINDS.items():
         half = getattr(vae, name)
         # past nn.Module.__setattr__, which costs nothing here but would register a module
         vars(half)["forward"] = kind(half, low)
+
+
+def bands_of(vae: Any) -> str | None:
+    """ "low" or "fast" where the autoencoder runs in bands, else None."""
+    there = vars(getattr(vae, "decoder", vae)).get("forward")
+    if not isinstance(there, _Banded):
+        return None
+    return "low" if there.low else "fast"
 
 
 def disable_bands(vae: Any) -> None:

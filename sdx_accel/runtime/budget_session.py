@@ -18,10 +18,11 @@ from sdx_accel.runtime.descriptions import ModelDescription
 from sdx_accel.runtime.enforce import Enforcer, NoEnforcer
 from sdx_accel.runtime.executor import Executor
 from sdx_accel.runtime.meta_models import default_size, describe_pipeline
-from sdx_accel.runtime.phase_calls import Job, set_tiling
+from sdx_accel.runtime.phase_calls import Job, set_bands, set_tiling
 from sdx_accel.runtime.pipeline_parts import pipeline_models
 from sdx_accel.runtime.planning import job_of_call, plan_job
 from sdx_accel.runtime.probe import open_card, read_idle_cards, warm_up
+from sdx_patches.vae import bands_of
 
 __all__ = ["BudgetSession"]
 
@@ -176,6 +177,10 @@ class BudgetSession:
         tiling = None if self._tiled_by_us else _tiling_of(self.executor.modules.get("vae"))
         if tiling and tiling[0] and tiling[1] < max(job.height, job.width):
             job = replace(job, tile=tiling[1])
+        # so do bands
+        vae = self.executor.modules.get("vae")
+        if vae is not None and not self.executor.banded and (bands := bands_of(vae)):
+            job = replace(job, bands=bands)
         if job not in self._plans:
             notes = ("not enforced on CPU",) if self.device.type == "cpu" else self._notes
             self._plans[job] = plan_job(
@@ -204,6 +209,10 @@ class BudgetSession:
         elif tile and users is not None and not (users[0] and users[1] == tile):
             set_tiling(vae, tile)
             self._tiled_by_us = True
+        bands = plan.job.get("bands")
+        if vae is not None and bands != bands_of(vae):
+            set_bands(vae, bands)
+            self.executor.banded = bands is not None
         self.executor.hold(plan)
 
     def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -287,6 +296,8 @@ class BudgetSession:
         self.executor.release()
         if self._tiled_by_us and self._tiling is not None:
             _restore_tiling(self.executor.modules["vae"], self._tiling)
+        if self.executor.banded:
+            set_bands(self.executor.modules["vae"], None)
 
 
 def _plannable(job: Job, scale: int) -> bool:
@@ -298,6 +309,8 @@ def _plannable(job: Job, scale: int) -> bool:
 def _abandon(undo: Callable[[], None], executor: Executor) -> None:
     """The pipeline was dropped while held: its models, which may live on, become stock again."""
     undo()
+    if executor.banded:
+        set_bands(executor.modules["vae"], None)
     executor.abandon()
 
 

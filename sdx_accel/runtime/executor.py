@@ -50,6 +50,8 @@ class Executor:
         self.casting = False
         # while adapters are put on or taken off, with all weights on the host
         self.adapting = False
+        # whether the VAE works in bands of rows because the plan says so
+        self.banded = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Executor":
         """A copied model is not held: its copy of this reference must not copy all weights."""
@@ -139,8 +141,6 @@ class Executor:
             torch.nn.Module.to(self.modules[name], dtype=dtype)
         finally:
             self.casting = False
-        # while adapters are put on or taken off, with all weights on the host
-        self.adapting = False
         for unit in units:
             unit.disown()
         if units:

@@ -14,8 +14,9 @@ import torch
 from sdx_accel.runtime.adapter_twins import STANDARD, ip_projections
 from sdx_accel.runtime.descriptions import ComponentDescription, ModelDescription, jsonable
 from sdx_accel.runtime.meta_models import meta_component
+from sdx_patches.vae import disable_bands, enable_bands
 
-__all__ = ["Job", "PhaseCall", "phase_call", "set_tiling", "twin", "vae_dtype"]
+__all__ = ["Job", "PhaseCall", "phase_call", "set_bands", "set_tiling", "twin", "vae_dtype"]
 
 TOKENS = 77
 # numbers of original size, crop and target size; a refiner has one score in place of the target
@@ -32,6 +33,7 @@ class Job:
         guided: whether the denoiser runs on two predictions a picture (guidance above 1).
         encode: whether a picture goes through the VAE's encoder first.
         tile: edge in pixels of the VAE's tiles, None for the whole picture at once.
+        bands: "fast" or "low" for a VAE that works in bands of rows; None = it does not.
     """
 
     height: int
@@ -40,6 +42,7 @@ class Job:
     guided: bool = True
     encode: bool = False
     tile: int | None = None
+    bands: str | None = None
 
 
 #: the computation, its modules, the tensors that live through it, bytes of weights cast for it
@@ -251,11 +254,12 @@ def _controlnets(
 def _vae(description: ModelDescription, job: Job, dtypes: Mapping[str, str]) -> PhaseCall:
     dtype = vae_dtype(description, dtypes)
     vae = twin(description, "vae", dtype)
-    # the module is shared between traces: tiling is set either way
+    # the module is shared between traces: tiling and bands are set either way
     if job.tile:
         set_tiling(vae, job.tile)
     else:
         vae.disable_tiling()
+    set_bands(vae, job.bands)
     latents = vae.config.latent_channels
     height, width = _latent_shape(description, job)
 
@@ -274,6 +278,14 @@ def _vae(description: ModelDescription, job: Job, dtypes: Mapping[str, str]) -> 
     if job.encode:
         return encode, [vae], [_picture], carried
     return decode, [vae], [_latent], carried
+
+
+def set_bands(vae: Any, bands: str | None) -> None:
+    """Have the VAE work in bands of rows, "fast" or "low", or not."""
+    if bands is None:
+        disable_bands(vae)
+    else:
+        enable_bands(vae, low=bands == "low")
 
 
 def set_tiling(vae: Any, tile: int) -> None:

@@ -1,7 +1,7 @@
 """From a request to a plan: reads jobs off calls, tries the choices that quality allows."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,9 @@ from sdx_accel.budget.search import make_plan
 from sdx_accel.budget.units import VramRequest
 from sdx_accel.errors import RefusedError, SizeError
 from sdx_accel.runtime.descriptions import ModelDescription
+from sdx_accel.runtime.phase_calls import twin
 from sdx_accel.runtime.profiler import TILES, Job, profile_job
+from sdx_patches.vae import unsupported
 
 __all__ = ["QUALITIES", "check_quality", "job_of_call", "plan_job"]
 
@@ -44,11 +46,12 @@ def plan_job(
 
     Args:
         description: the model's configurations.
-        job: sizes and settings; its `tile` is kept when set.
+        job: sizes and settings; its `tile` and `bands` are kept when set.
         dtypes: dtype names of the components' weights.
         machine: the card.
         request: the budget as asked.
-        quality: "exact" or "near"; only "near" may tile the VAE.
+        quality: "exact" or "near"; only "near" may tile the VAE. In both it works in bands of rows
+            where it does not fit as a whole.
         modules: live models, whose weights are then counted as they are.
         notes: sentences to print with the plan.
 
@@ -64,14 +67,18 @@ def plan_job(
     budget, note = request.resolve(machine.total_bytes, machine.free_bytes)
     notes = (*notes, note) if note else notes
 
-    def attempt(tile: int | None) -> Plan:
-        profile = profile_job(description, replace(job, tile=tile), dtypes, modules)
+    def attempt(tile: int | None = job.tile, bands: str | None = job.bands) -> Plan:
+        changed = replace(job, tile=tile, bands=bands)
+        profile = profile_job(description, changed, dtypes, modules)
         return make_plan(profile, machine, budget, notes=notes)
 
-    plan = attempt(job.tile)
-    if quality == "exact" or job.tile:
-        return plan
-    best = plan
+    best = attempt()
+    if job.tile or job.bands:
+        return best
+    if best.binding_phase in ("encode", "decode") and _bands_work(description, dtypes, modules):
+        best = _with_bands(best, attempt)
+    if quality == "exact":
+        return best
     for tile in (t for t in TILES if t < max(job.height, job.width)):
         if best.feasible and not best.moved_gib_per_picture:
             break
@@ -79,6 +86,31 @@ def plan_job(
         # fewer, larger tiles have fewer seams: a smaller tile must buy something
         if _rank(candidate) < _rank(best):
             best = candidate
+    return best
+
+
+def _bands_work(
+    description: ModelDescription,
+    dtypes: Mapping[str, str],
+    modules: Mapping[str, torch.nn.Module] | None,
+) -> bool:
+    live = (modules or {}).get("vae")
+    vae = twin(description, "vae", dtypes["vae"]) if live is None else live
+    return not unsupported(getattr(vae, "_orig_mod", vae))
+
+
+def _with_bands(whole: Plan, attempt: Callable[..., Plan]) -> Plan:
+    """The whole decode where it fits, else bands; the smallest budget is that of bands.
+
+    Bands change the last bits of the picture, so while the whole decode fits, with weights moved
+    out for it if need be, it is kept.
+    """
+    low = attempt(bands="low")
+    best = whole if whole.feasible else min(attempt(bands="fast"), low, whole, key=_rank)
+    if low.smallest_budget_gib < best.smallest_budget_gib:
+        best = replace(
+            best, smallest_budget_gib=low.smallest_budget_gib, binding_phase=low.binding_phase
+        )
     return best
 
 

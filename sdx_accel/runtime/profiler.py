@@ -71,12 +71,18 @@ def profile_job(
         numerics={
             **{c.name: dtypes[c.name] for c in components},
             "vae_compute": vae_dtype(description, dtypes),
-            "vae_mode": f"tiles of {job.tile} px" if job.tile else "whole picture",
+            "vae_mode": _vae_mode(job),
             "guidance": "batched" if job.guided else "off",
         },
         components=tuple(components),
         phases=phases,
     )
+
+
+def _vae_mode(job: Job) -> str:
+    if job.tile:
+        return f"tiles of {job.tile} px"
+    return "whole picture" if job.bands is None else f"bands of rows ({job.bands})"
 
 
 def _used(phase: str, components: list[Component]) -> bool:
@@ -144,7 +150,7 @@ def _relevant(phase: str, job: Job) -> Job:
     if phase == "text":
         return Job(0, 0, job.batch, job.guided)
     if phase in ("denoise", "refine"):
-        return replace(job, encode=False, tile=None)
+        return replace(job, encode=False, tile=None, bands=None)
     return replace(job, guided=True, encode=phase == "encode")
 
 
