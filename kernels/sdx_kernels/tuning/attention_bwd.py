@@ -47,6 +47,7 @@ _BAND = "32 queries a step spill 40 bytes on sm_86 under a band, ahead of time; 
 _SQUARE = "128 x 64 with 8 warps spills 8 bytes on sm_86, ahead of time; not timed"
 _NARROW = "64 keys a step spill 68 bytes on sm_86 under a band, ahead of time; not timed"
 _ONE_STAGE = "two stages spill 12 bytes on sm_90 and 8 on sm_86, ahead of time; not timed"
+_NARROWEST = "32 keys a step spill 8 bytes on sm_90, ahead of time; not timed"
 _LEAST = "the smallest tile: everything at once needs more registers than any larger one has"
 _ROWS = "serves all kinds, since few rows are summed again; no spills on sm_86, sm_90 and sm_120"
 _BIAS = "serves all kinds: 64 x 64 spills 336 bytes on sm_86 with mask and dropout; not timed"
@@ -62,7 +63,8 @@ def _one(m: int, n: int, warps: int, stages: int, source: str) -> tuple[Attentio
 SMALLEST_SERVED_BYTES = 101376
 
 #: dk and dv, and dq, by (padded head dim, bytes an element, kind). float32 of more than 64 dims has
-#: no entry but the plain one: elsewhere the smallest tiles still spill 16 to 56 bytes on sm_86.
+#: no entry but the plain one: elsewhere the smallest tiles still spill 16 to 56 bytes on sm_86. Nor
+#: has 16-bit dk and dv of 256 dims with everything at once: 16 x 16 spills 20 bytes on sm_90.
 _KEYS: dict[tuple[int, int, str], tuple[AttentionConfig, ...]] = {
     (64, 2, "plain"): _one(32, 128, 8, 2, _WHOLE),
     (64, 2, "masked"): _one(16, 128, 8, 1, _BAND),
@@ -74,8 +76,7 @@ _KEYS: dict[tuple[int, int, str], tuple[AttentionConfig, ...]] = {
     (128, 2, "combined"): _one(16, 16, 8, 1, _LEAST),
     (256, 2, "plain"): _one(32, 32, 8, 1, _CLEAN),
     (256, 2, "masked"): _one(32, 32, 8, 1, _CLEAN),
-    (256, 2, "biased"): _one(16, 32, 8, 1, _CLEAN),
-    (256, 2, "combined"): _one(16, 16, 8, 1, _LEAST),
+    (256, 2, "biased"): _one(16, 16, 8, 1, _NARROWEST),
     (64, 4, "plain"): _one(32, 32, 8, 1, _FP32),
     (64, 4, "masked"): _one(32, 16, 4, 1, _FP32),
     (64, 4, "biased"): _one(16, 16, 8, 1, _FP32),
@@ -105,10 +106,14 @@ _QUERIES: dict[tuple[int, int, str], tuple[AttentionConfig, ...]] = {
     (64, 4, "combined"): _one(16, 16, 4, 1, _FP32),
     (128, 4, "plain"): _one(16, 32, 4, 1, _FP32),
 }
+#: dq of head dims that do not fill 64: the mask on the channels costs registers
+_RAGGED_QUERIES: dict[tuple[int, int, str], tuple[AttentionConfig, ...]] = {
+    (64, 2, "plain"): _one(64, 64, 8, 2, "4 warps spill 56 bytes on sm_86 at head dim 40"),
+}
 _ROW_FACTS: dict[tuple[int, int], tuple[AttentionConfig, ...]] = {
     (64, 2): _one(32, 32, 4, 1, _ROWS),
     (128, 2): _one(32, 32, 4, 1, _ROWS),
-    (256, 2): _one(16, 32, 4, 1, _ROWS),
+    (256, 2): _one(16, 32, 8, 1, "4 warps spill 8 bytes on sm_86 under a band and a key mask"),
     (64, 4): _one(16, 32, 4, 1, _FP32),
     (128, 4): _one(16, 16, 4, 1, _FP32),
 }
@@ -176,13 +181,16 @@ def backward_ladder_for(
     keys = _KEYS.get((*size, kind), ())
     if capability[0] == 10:
         keys = _KEYS_ON_10.get((*size, kind), keys)
+    queries = _QUERIES.get((*size, kind), ())
+    if not head_dim == value_dim == size[0]:
+        queries = _RAGGED_QUERIES.get((*size, kind), queries)
     # float32 with a band, a key mask and dropout: 16 x 32 spills 52 bytes on sm_90
     spills = dtype == torch.float32 and kind == "combined"
     bias = _BIAS_GRAD.get(size, ()) if bias_grad and not spills else ()
     all_steps = {
         "rows": _ROW_FACTS[size],
         "keys": keys,
-        "queries": _QUERIES.get((*size, kind), ()),
+        "queries": queries,
         "bias": bias,
     }
     steps = {
