@@ -14,7 +14,7 @@ import torch
 import sdx_patches
 from sdx_accel.budget.machine import Machine
 from sdx_accel.budget.plan import Plan
-from sdx_accel.budget.units import parse_vram
+from sdx_accel.budget.units import VramRequest, parse_vram
 from sdx_accel.errors import RefusedError
 from sdx_accel.runtime.assembly import assembled
 from sdx_accel.runtime.budget_session import BudgetSession
@@ -27,6 +27,8 @@ from sdx_accel.runtime.meta_models import describe_pipeline
 from sdx_accel.runtime.planning import check_quality, plan_job
 from sdx_accel.runtime.probe import open_card, read_idle_cards
 from sdx_accel.runtime.profiler import Job
+from sdx_patches.session import components
+from sdx_patches.vae import copied_bands, disable_bands
 
 __all__ = [
     "Report",
@@ -65,10 +67,11 @@ def _owner(root: Any) -> str:
     return f"{_PREFIX}{type(root).__name__}@{id(root):x}"
 
 
-def _patch(root: Any, attention_op: Any, fused: bool) -> None:
+def _patch(root: Any, attention_op: Any, fused: bool) -> sdx_patches.PatchSession:
     owner = _owner(root)
-    sdx_patches.patch(root, owner=owner, attention_op=attention_op, fused=fused)
+    session = sdx_patches.patch(root, owner=owner, attention_op=attention_op, fused=fused)
     _owners[owner] = root
+    return session
 
 
 def _restore(root: Any) -> None:
@@ -79,6 +82,10 @@ def _restore(root: Any) -> None:
     for name in {owner, *(name for name in ours if name not in _owners)}:
         sdx_patches.restore(root, owner=name)
     _owners.pop(owner, None)
+    # bands of a budget's that a copy of a held model has kept
+    for part in components(root).values():
+        if copied_bands(part):
+            disable_bands(part)
 
 
 @dataclass(frozen=True)
@@ -127,6 +134,11 @@ def _device(device: Any) -> torch.device:
             chosen = torch.device(device)
         except (RuntimeError, TypeError):
             raise RefusedError(f"device {device!r} is none that torch knows") from None
+        if chosen.type not in ("cpu", "cuda"):
+            raise RefusedError(
+                f"device {chosen}: budgets are held on NVIDIA cards (cuda) and planned on the CPU "
+                "(cpu); leave device out, or call enable_xattn() without vram"
+            )
         if chosen.type == "cuda" and not torch.cuda.is_available():
             raise RefusedError(
                 f"device {chosen} asked, but torch {torch.__version__} sees no CUDA device; "
@@ -169,22 +181,34 @@ def pipeline_enable_xattn(
     if request is not None:
         # before anything starts CUDA: the idle card is what the budget is counted from
         read_idle_cards()
-    fresh = not any(layer.patched for layer in sdx_patches.layers(pipe))
-    _patch(pipe, attention_op, fused)
+    patches = _patch(pipe, attention_op, fused)
     if request is None or chosen is None:
         return
-    session: BudgetSession | None = pipe.__dict__.get(_SESSION)
     try:
-        if session is not None and session.device == chosen:
-            session.change(request, quality)
-            return
-        if session is not None:
-            del pipe.__dict__[_SESSION]
-            session.release()
-        pipe.__dict__[_SESSION] = BudgetSession(pipe, request, chosen, quality)
+        _hold(pipe, request, chosen, quality)
     except BaseException:
-        if fresh:
-            _restore(pipe)
+        patches.rollback()
+        if _owner(pipe) not in sdx_patches.owners(pipe):
+            _owners.pop(_owner(pipe), None)
+        raise
+
+
+def _hold(pipe: Any, request: VramRequest, device: torch.device, quality: str) -> None:
+    """Hold a patched pipeline to a budget; one that was held before stays so if this raises."""
+    session: BudgetSession | None = pipe.__dict__.get(_SESSION)
+    if session is not None and session.device == device:
+        session.change(request, quality)
+        return
+    if session is not None:
+        del pipe.__dict__[_SESSION]
+        session.release()
+    try:
+        pipe.__dict__[_SESSION] = BudgetSession(pipe, request, device, quality)
+    except BaseException:
+        if session is not None:
+            pipe.__dict__[_SESSION] = BudgetSession(
+                pipe, session.request, session.device, session.quality
+            )
         raise
 
 

@@ -226,6 +226,8 @@ def left_alone(attn: nn.Module) -> tuple[str, str] | None:
             "another enable_xattn() bring ours"
         )
     if undo is None:
+        if running.startswith(NAME):
+            return running, "an earlier set_attention_backend() made it the process's default"
         return running, "not enabled"
     if undo.knows(processor):
         return running, (

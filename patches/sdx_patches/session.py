@@ -238,12 +238,23 @@ class PatchSession:
             try:
                 yield
             except BaseException as error:
-                for failed in _call_each(reversed(self._rollback)):
+                for failed in self._put_back():
                     error.add_note(f"and a part could not be put back: {failed!r}")
-                self._modules.clear()
                 raise
-            finally:
-                self._rollback.clear()
+
+    def rollback(self) -> None:
+        """Undo this one call, as if it had never been made; for a caller whose next step failed.
+
+        Unlike `restore`, it gives the same owner's earlier settings back. Nobody else may have
+        patched these modules in between, and a second call does nothing.
+        """
+        with LOCK:
+            _raise_first(self._put_back())
+
+    def _put_back(self) -> list[Exception]:
+        rollback, self._rollback = self._rollback, []
+        self._modules.clear()
+        return _call_each(reversed(rollback))
 
     def restore(self) -> None:
         """Undo what this session did, on the very modules that it patched.
@@ -252,6 +263,7 @@ class PatchSession:
         A second call does nothing.
         """
         with LOCK:
+            self._rollback.clear()
             modules, self._modules = self._modules, []
             _raise_first(_call_each(partial(release, m, self.owner) for m in reversed(modules)))
 

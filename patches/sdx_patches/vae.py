@@ -206,6 +206,10 @@ class _Banded:
 
     def __init__(self, module: Any, low: bool = True) -> None:
         self.module, self.low = module, low
+        self.copied = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "copied": True}
 
     def __call__(self, sample: Tensor, *rest: Any, **named: Any) -> Tensor:
         """As the module's own forward; training and conditioning go to that one."""
@@ -353,6 +357,15 @@ def bands_of(vae: Any) -> str | None:
     if not isinstance(there, _Banded):
         return None
     return "low" if there.low else "fast"
+
+
+def copied_bands(vae: Any) -> bool:
+    """Whether the autoencoder runs in bands only because it is a copy of one that did.
+
+    Whoever switched them on knows the original, so that nobody would switch them off here.
+    """
+    there = vars(getattr(vae, "decoder", vae)).get("forward")
+    return isinstance(there, _Banded) and there.copied
 
 
 def disable_bands(vae: Any) -> None:

@@ -4,7 +4,6 @@ Knows files and descriptions; nothing of flags' spelling, and loads no model.
 """
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -85,8 +84,6 @@ def assemble(description: Any, job: Job) -> Any:
     from sdx_accel.runtime.refiner import check_stages
 
     for lora in job.loras:
-        if not os.path.exists(lora.path):
-            raise CheckpointError(f"--lora {lora.path}: no such file; check the path")
         check_lora_file(lora.path)
     description = assembled(
         description,

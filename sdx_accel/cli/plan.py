@@ -5,10 +5,12 @@ from typing import Annotated
 
 import typer
 
-from sdx_accel.cli.flags import Dtype, Quality
+from sdx_accel.cli.flags import Dtype, Format, Quality
 from sdx_accel.cli.json_errors import json_on_error
 
 __all__ = ["plan"]
+
+_Ignored = Annotated[str | None, typer.Option(hidden=True)]
 
 
 def plan(
@@ -72,6 +74,15 @@ def plan(
         str | None, typer.Option(help="Configuration folder for a single-file model.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    # a line of generate's can be planned as it is: these change no memory
+    mask: _Ignored = None,
+    strength: Annotated[float | None, typer.Option(hidden=True)] = None,
+    ip_image: Annotated[list[str] | None, typer.Option(hidden=True)] = None,
+    negative: _Ignored = None,
+    seed: Annotated[int | None, typer.Option(hidden=True)] = None,
+    output: Annotated[str | None, typer.Option("--output", "-o", hidden=True)] = None,
+    format: Annotated[Format | None, typer.Option(hidden=True)] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", hidden=True)] = False,
 ) -> None:
     """Say whether a job fits into a budget, and where everything lies in each phase.
 

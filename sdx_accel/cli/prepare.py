@@ -71,6 +71,8 @@ def prepare(
     if recorded is None and "prompt" not in given:
         raise RefusedError('no prompt: write sdx-accel generate "what the picture shows"')
     settings = _settings(given, recorded, only_plan)
+    if recorded is not None:
+        _check_inputs(recorded, given, settings)
     if "embedding" in given:
         said = (settings.get("prompt") or "", settings.get("negative") or "")
         # a plan has no prompt that a word could be missing from
@@ -89,6 +91,10 @@ def prepare(
     for picture in prompts:
         if picture.picture.width != picture.picture.height:
             note(f"{picture.path} is not square: only its middle is the prompt")
+    for path in dict.fromkeys(lora.path for lora in job.loras):
+        scales = [lora.scale for lora in job.loras if lora.path == path]
+        if len(scales) > 1:
+            note(f"--lora {path} is given {len(scales)} times: it counts with {sum(scales):g}")
     _check_text(job)
     _check_kind(job, description)
     description = assemble(description, job)
@@ -221,6 +227,31 @@ def _pictures(
     for sentence in (*image.notes, *(mask.notes if mask else ())):
         note(sentence)
     return image, mask
+
+
+def _check_inputs(recorded: Recorded, given: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Refuse a replay whose inputs are gone, with the flag that says where they are now."""
+    single = [(name, settings.get(name)) for name in ("image", "mask")]
+    parts = [
+        (flag, part[key])
+        for field, flag, key in (
+            ("controlnets", "control-image", "image"),
+            ("ip_adapters", "ip-image", "image"),
+            ("ip_adapters", "ip-adapter", "path"),
+            ("loras", "lora", "path"),
+            ("embeddings", "embedding", "path"),
+        )
+        for part in settings.get(field, ())
+    ]
+    for flag, path in (*single, *parts):
+        # only what was recorded as a file: random weights are none
+        if path not in recorded.inputs or flag.replace("-", "_") in given or os.path.exists(path):
+            continue
+        kind = PictureError if flag.endswith(("image", "mask")) else CheckpointError
+        raise kind(
+            f"--from {recorded.path}: {path} is not there any more; give --{flag} with its "
+            "new place"
+        )
 
 
 def _compare(

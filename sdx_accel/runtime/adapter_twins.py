@@ -8,6 +8,7 @@ diffusers' layers; reads no files and never allocates a weight.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from sdx_accel.errors import RefusedError
@@ -120,7 +121,9 @@ def _add_lora(module: Any, adapter: dict[str, Any]) -> None:
         rank_pattern={path: rank for path, rank in ranks.items() if rank != usual},
         init_lora_weights=False,
     )
-    with torch.device("meta"):
+    with torch.device("meta"), warnings.catch_warnings():
+        # a second LoRA on one model is what was asked for
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")
         inject_adapter_in_model(config, module, adapter_name=adapter["name"])
 
 

@@ -22,7 +22,7 @@ from sdx_accel.runtime.phase_calls import Job, set_bands, set_tiling
 from sdx_accel.runtime.pipeline_parts import pipeline_models
 from sdx_accel.runtime.planning import job_of_call, plan_job
 from sdx_accel.runtime.probe import open_card, read_idle_cards, warm_up
-from sdx_patches.vae import bands_of
+from sdx_patches.vae import bands_of, copied_bands
 
 __all__ = ["BudgetSession"]
 
@@ -104,6 +104,8 @@ class BudgetSession:
         if device.type == "cuda":
             self.machine, enforcer = self._start_card(modules)
         self.executor = Executor(modules, device, enforcer, moves=device.type == "cuda")
+        # bands that a copy of a held model has kept are as good as ours: nobody else ends them
+        self.executor.banded = copied_bands(modules.get("vae"))
         self._plans: dict[Job, Plan] = {}
         # planned before anything is held, so that a refusal leaves the pipeline as it was
         self._default = self._plan(self._default_job())

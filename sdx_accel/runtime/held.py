@@ -134,6 +134,8 @@ def hold_models(executor: Executor) -> Callable[[], None]:
             "device": property(lambda self: self.__dict__[_STATE].device),
             "to": _make_to(name, type(module)),
             "_apply": _make_apply(executor, type(module)),
+            "cpu": _make_move(name, "cpu"),
+            "cuda": _make_move(name, "cuda"),
         }
         for method in _MODEL_ADAPTER_METHODS:
             if hasattr(type(module), method):
@@ -210,6 +212,17 @@ def _make_to(name: str, base: type) -> Callable[..., Any]:
         return self
 
     return to
+
+
+def _make_move(name: str, method: str) -> Callable[..., Any]:
+    """`.cpu()` and `.cuda()`, which go past `.to`."""
+
+    def move(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.__dict__[_STATE].adapting:
+            return self
+        _refuse_moves(name, (method,), {})
+
+    return move
 
 
 def _coder_phase(executor: Executor) -> str:

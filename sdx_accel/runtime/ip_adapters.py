@@ -18,6 +18,7 @@ from sdx_accel.runtime.architectures import is_random_spec
 from sdx_accel.runtime.checkpoint_files import PICKLE_SUFFIXES, neighbours, read_header, read_json
 from sdx_accel.runtime.checkpoint_folders import find_weights
 from sdx_accel.runtime.descriptions import ComponentDescription, ModelDescription
+from sdx_accel.runtime.file_kinds import seems_to_be
 from sdx_accel.runtime.folder_loading import first_line, load_module, quiet_libraries
 from sdx_accel.runtime.meta_models import public_config
 from sdx_accel.runtime.phase_calls import twin
@@ -78,11 +79,13 @@ def with_ip_adapters(description: ModelDescription, sources: Sequence[str]) -> M
             "--ip-adapter works with Stable Diffusion 1.5, 2 and SDXL models; "
             f"{description.source} is a {description.pipeline_class}"
         )
+    # what the files are, before what lies beside them
+    shapes_of = {source: _shapes(source, description) for source in sources}
+    kinds = {source: _projection(source, shapes) for source, shapes in shapes_of.items()}
     encoder, place = _find_encoder(sources[0], description)
     projections = []
     for source in sources:
-        shapes = _shapes(source, description)
-        projection = _projection(source, shapes)
+        shapes, projection = shapes_of[source], kinds[source]
         _check_unet(source, shapes, projection, description)
         _check_encoder(source, projection, encoder, place)
         projections.append(projection)
@@ -228,8 +231,9 @@ def _projection(source: str, shapes: _Shapes) -> dict[str, Any]:
     """Which kind of adapter it is, from the names of its image projection."""
     parts = {n.removeprefix("image_proj."): s for n, s in shapes.items() if n.startswith("image_")}
     if not parts or not any(name.startswith("ip_adapter.") for name in shapes):
-        first = next(iter(shapes), "nothing")
-        raise CheckpointError(f"--ip-adapter {source} holds no IP-Adapter (it has {first!r})")
+        seems = seems_to_be(shapes)
+        what = f"is {seems}" if seems else f"has {next(iter(shapes), 'nothing')!r}"
+        raise CheckpointError(f"--ip-adapter {source} holds no IP-Adapter; it {what}")
     if "proj.weight" in parts:
         rows, width = parts["proj.weight"]
         arguments = {

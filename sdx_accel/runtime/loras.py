@@ -18,6 +18,7 @@ from sdx_accel.errors import CheckpointError
 from sdx_accel.runtime.adapter_twins import lora_entry
 from sdx_accel.runtime.checkpoint_files import PICKLE_SUFFIXES, Header, neighbours, read_header
 from sdx_accel.runtime.descriptions import ModelDescription
+from sdx_accel.runtime.file_kinds import seems_to_be
 from sdx_accel.runtime.folder_loading import first_line, quiet_libraries
 from sdx_accel.runtime.lora_keys import Pair, find_pairs
 
@@ -208,8 +209,10 @@ def _check_match(header: Header, pairs: list[Pair], total: int) -> None:
             f"{header.path} is a DoRA, which is not built yet; plain LoRA files are"
         )
     if total == 0:
+        seems = seems_to_be(header.tensors)
         raise CheckpointError(
-            f"{header.path} holds no LoRA: matched 0 of {len(header.tensors)} keys"
+            f"--lora {header.path} holds no LoRA: matched 0 of {len(header.tensors)} keys"
+            + (f"; it is {seems}" if seems else "")
         )
     fitting = [pair for pair in pairs if pair.mismatch is None]
     if not pairs:
@@ -253,7 +256,7 @@ def lora_file(source: str | os.PathLike[str]) -> Path:
         return found[0]
     if not path.exists():
         raise CheckpointError(
-            f"no such LoRA: {path}; {path.parent} holds: {neighbours(path.parent)}"
+            f"--lora {path}: no such file; {path.parent} holds: {neighbours(path.parent)}"
         )
     if path.suffix.lower() in PICKLE_SUFFIXES:
         raise CheckpointError(

@@ -9,9 +9,11 @@ import torch
 
 from sdx_accel.budget.allocator import Event
 from sdx_accel.budget.profile import PHASES, Component, JobProfile, PhaseProfile, Unit
-from sdx_accel.errors import RefusedError
+from sdx_accel.errors import CheckpointError, RefusedError, SdxError
 from sdx_accel.runtime import trace
 from sdx_accel.runtime.descriptions import ModelDescription
+from sdx_accel.runtime.folder_loading import first_line
+from sdx_accel.runtime.meta_models import component_class
 from sdx_accel.runtime.phase_calls import Job, phase_call, twin, vae_dtype
 from sdx_accel.runtime.weights import split_weights, unit_bytes
 
@@ -54,6 +56,8 @@ def profile_job(
     Raises:
         RefusedError: the denoiser is of a kind whose memory cannot be traced yet.
     """
+    for name in modules or ():
+        _refuse_unknown(description, name)
     kinds = {name: _phases_of(name, description, job) for name in description.components}
     components = []
     for name, used_in in kinds.items():
@@ -77,6 +81,18 @@ def profile_job(
         components=tuple(components),
         phases=phases,
     )
+
+
+def _refuse_unknown(description: ModelDescription, name: str) -> None:
+    """A live model of a class that no twin can be built of, such as one private to its pipeline."""
+    component = description.components[name]
+    try:
+        component_class(component)
+    except CheckpointError:
+        raise RefusedError(
+            f"a budget for {component.class_name} ({name}) cannot be planned yet; enable_xattn() "
+            "without vram works"
+        ) from None
 
 
 def _vae_mode(job: Job) -> str:
@@ -158,11 +174,20 @@ def _relevant(phase: str, job: Job) -> Job:
 def _traced(phase: str, text: str, job: Job, dtype_items: tuple[tuple[str, str], ...]) -> _Traced:
     description = ModelDescription.from_dict(json.loads(text))
     dtypes = dict(dtype_items)
-    call, modules, inputs, carried = phase_call(phase, description, job, dtypes)
-    fixed = [t for m in modules for t in (*m.parameters(), *m.buffers())]
-    events, curve = trace.record(
-        call, fixed=fixed, inputs=inputs, repeat=2 if phase in ("denoise", "refine") else 1
-    )
+    try:
+        call, modules, inputs, carried = phase_call(phase, description, job, dtypes)
+        fixed = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+        events, curve = trace.record(
+            call, fixed=fixed, inputs=inputs, repeat=2 if phase in ("denoise", "refine") else 1
+        )
+    except SdxError:
+        raise
+    except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
+        # a model of a known class may want inputs that only its own pipeline knows how to make
+        raise RefusedError(
+            f"a budget for this pipeline cannot be planned yet: its phase {phase!r} does not run "
+            f"by itself ({first_line(error)}); enable_xattn() without vram works"
+        ) from error
     return _Traced(_with_carried(carried, events), curve)
 
 

@@ -20,6 +20,7 @@ from sdx_accel.runtime.checkpoint_folders import (
     read_index,
 )
 from sdx_accel.runtime.descriptions import ModelDescription
+from sdx_accel.runtime.file_kinds import WHOLE_MODEL, seems_to_be
 from sdx_accel.runtime.folder_loading import (
     dtype_argument,
     first_line,
@@ -41,18 +42,6 @@ _FAMILIES = {
         ("stable-diffusion-v1-5/stable-diffusion-v1-5", "runwayml/stable-diffusion-v1-5"),
     ),
 }
-# first match decides; prefixes of tensor names
-_OTHERS = (
-    ("a LoRA: give it with --lora", ("lora_unet_", "lora_te", "unet.", "text_encoder.")),
-    ("a ControlNet", ("control_model.", "controlnet_")),
-    ("a Flux model; use its diffusers folder", ("double_blocks.", f"{_UNET}double_blocks.")),
-    ("an SD 3 model; use its diffusers folder", ("joint_blocks.", f"{_UNET}joint_blocks.")),
-    ("an SD 2 model; use its diffusers folder", ("cond_stage_model.model.",)),
-    ("an SDXL refiner; use its diffusers folder", ("conditioner.embedders.0.model.",)),
-    ("a UNet alone, not a whole model", ("down_blocks.", _UNET)),
-    ("a VAE alone, not a whole model", ("first_stage_model.", "encoder.", "decoder.")),
-    ("a textual inversion", ("emb_params", "string_to_param", "clip_l", "clip_g")),
-)
 
 
 def recognise(header: Header) -> str:
@@ -71,11 +60,11 @@ def recognise(header: Header) -> str:
         return "SDXL"
     if whole and has("cond_stage_model.transformer."):
         return "SD 1.5"
-    seems = next((what for what, prefixes in _OTHERS if has(*prefixes)), None)
+    seems = seems_to_be(names)
     first = next(iter(names), "nothing")
     raise CheckpointError(
         f"{header.path} is {seems}"
-        if seems
+        if seems and seems != WHOLE_MODEL
         else f"{header.path} is no SDXL or SD 1.5 checkpoint (its first tensor is {first!r}); "
         "other models load from their diffusers folder"
     )

@@ -14,6 +14,7 @@ from typing import Any
 from sdx_accel.errors import CheckpointError, RefusedError
 from sdx_accel.runtime.checkpoint_files import PICKLE_SUFFIXES, neighbours, read_header
 from sdx_accel.runtime.descriptions import ModelDescription
+from sdx_accel.runtime.file_kinds import seems_to_be
 from sdx_accel.runtime.folder_loading import first_line, quiet_libraries
 
 __all__ = ["embedding_token", "load_embeddings", "with_embeddings"]
@@ -150,9 +151,9 @@ def _keys(
     if not found and _PLAIN in names:
         found = {"text_encoder": _PLAIN}
     if not found:
-        raise CheckpointError(
-            f"--embedding {source} holds no embedding (its first tensor is {names[0]!r})"
-        )
+        seems = seems_to_be(names)
+        what = f"is {seems}" if seems else f"has {names[0]!r}"
+        raise CheckpointError(f"--embedding {source} holds no embedding; it {what}")
     wrong = [key for key in found.values() if len(shapes[key]) not in (1, 2)]
     if wrong:
         raise CheckpointError(

@@ -246,7 +246,18 @@ def test_near_says_the_smallest_budget_of_its_tiles():
     said = at(2).smallest_budget_gib
     assert said == at(said).smallest_budget_gib
     assert at(said).feasible
-    assert said < api.plan("random:sdxl", vram=2, machine=Machine.generic()).smallest_budget_gib
+    # bands of rows reach the same floor without tiles: the UNet's steps bind
+    exact = api.plan("random:sdxl", vram=2, machine=Machine.generic())
+    assert (said, "denoise") == (exact.smallest_budget_gib, exact.binding_phase)
+
+
+def test_near_tiles_where_exact_moves_the_unet():
+    near, exact = (
+        api.plan("random:sdxl", vram=8, quality=quality, machine=Machine.generic())
+        for quality in ("near", "exact")
+    )
+    assert near.job["tile"] < 1024
+    assert near.moved_gib_per_picture < exact.moved_gib_per_picture
 
 
 def test_nonsense_sizes_get_the_pipelines_own_message(pipe):

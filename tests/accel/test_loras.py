@@ -296,7 +296,7 @@ def test_dora_is_refused_rather_than_half_applied(pipe, tmp_path):
 def test_no_such_lora_names_what_is_there(pipe, untouched, tmp_path):
     write(tmp_path / "style.safetensors", untouched, components=["unet"])
     for missing in (tmp_path / "stile.safetensors", str(tmp_path / "stile.safetensors")):
-        with pytest.raises(CheckpointError, match=r"no such LoRA: .*style\.safetensors"):
+        with pytest.raises(CheckpointError, match=r"--lora .*: no such file; .*style\.safetensors"):
             load_loras(pipe, [(missing, 1.0)])
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"0 \.safetensors files"):

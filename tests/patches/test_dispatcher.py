@@ -91,6 +91,18 @@ def test_an_operator_has_a_member_of_its_own() -> None:
     assert pickle.loads(pickle.dumps(torch_only)) is torch_only
 
 
+def test_a_model_reports_the_process_s_default_that_outlives_disable() -> None:
+    model = flux()
+    sdx_patches.patch(model, owner="test")
+    model.set_attention_backend("sdx_accel")  # diffusers makes it the active one of the process
+    sdx_patches.restore(model, owner="test")
+    before = registry.launches.total()
+    out(model)
+    assert registry.launches.total() == before + 3
+    assert {layer.running for layer in sdx_patches.layers(model)} == {"sdx_accel"}
+    assert all("made it the process's default" in reason for reason in reasons(model))
+
+
 def test_the_users_own_calls_reach_it() -> None:
     dispatcher.register()
     model, expected = flux(), out(flux())
