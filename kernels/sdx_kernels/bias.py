@@ -321,7 +321,8 @@ class BlockDiagonalMask(AttentionBias):
                 )
                 for lengths in (self.query_lengths, self.key_lengths)
             )
-            longest = max(self.query_lengths, default=0), max(self.key_lengths, default=0)
+            # not max(…, default=0), which torch.compile cannot trace
+            longest = max(0, 0, *self.query_lengths), max(0, 0, *self.key_lengths)
             self._starts[device] = Packed(queries, keys, *longest)
         return self._starts[device]
 

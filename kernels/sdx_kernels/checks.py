@@ -202,8 +202,10 @@ def _bmhk(
     if rank == 3:
         return query.unsqueeze(2), key.unsqueeze(2), value.unsqueeze(2), result
     if rank == 5:
-        # a key head expanded over its group's query heads is read once, not copied
-        if query.shape[3] > 1 and key.stride(3) == 0 and value.stride(3) == 0:
+        # a key head expanded over its group's query heads is read once, not copied; but where a
+        # gradient is asked for, each of the copies has its own
+        derived = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
+        if query.shape[3] > 1 and key.stride(3) == 0 and value.stride(3) == 0 and not derived:
             key, value = key[:, :, :, :1], value[:, :, :, :1]
         query, key, value = query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
     return query, key, value, result

@@ -61,7 +61,7 @@ def of(device: torch.device) -> Target:
     return _facts(device.type, index)
 
 
-#: the answer, once asked: torch.compile sees through `lru_cache` and cannot trace an import
+#: the answer, once asked
 _status: list[tuple[bool, str | None]] = []
 
 
@@ -74,6 +74,11 @@ def triton_status() -> tuple[bool, str | None]:
     if not _status:
         _status.append(_import_triton())
     return _status[0]
+
+
+# the mark of `torch.compiler.assume_constant_result`, whose own call would import all of Dynamo:
+# without it a process whose first attention is compiled would have the import in its graph
+triton_status._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _import_triton() -> tuple[bool, str | None]:

@@ -1,7 +1,7 @@
 """Fixtures of the kernel tests: the interpreter is on, and a call proves what ran."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,8 +19,12 @@ def interpreter() -> None:
 
 
 @pytest.fixture
-def triton_attend(interpreter: None) -> Callable[..., torch.Tensor]:
-    """`attend(op="triton")` that fails unless our kernel really was launched, exactly once."""
+def triton_attend(interpreter: None) -> Iterator[Callable[..., torch.Tensor]]:
+    """`attend(op="triton")` that fails unless our kernel really was launched, exactly once.
+
+    Gradients must come from our kernels too: the test fails where the reference made any.
+    """
+    by_reference = count("reference-backward")
 
     def triton_call(*args: Any, **kwargs: Any) -> torch.Tensor:
         before = count("triton")
@@ -29,7 +33,8 @@ def triton_attend(interpreter: None) -> Callable[..., torch.Tensor]:
         assert count("triton") == before + 1
         return out
 
-    return triton_call
+    yield triton_call
+    assert count("reference-backward") == by_reference
 
 
 @pytest.fixture(params=["triton", "automatic"])

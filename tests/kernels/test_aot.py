@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
-from sdx_kernels._triton.aot import ARCHITECTURES, FAMILIES, launches
+from sdx_kernels._triton.aot import ARCHITECTURES, FAMILIES, digest, launches, record
 
 #: what the PTX of a product holds, by architecture
 CORES = {
@@ -75,3 +76,32 @@ def test_every_configuration_of_dispatch_is_clean(architecture: int, family: str
     facts = compiled(f"{architecture}:{family}")
     assert len(facts) > 15 or (family == "tma" and architecture < 90)
     assert [fact for fact in facts if not fact["clean"]] == []
+
+
+RECORD = Path(__file__).parents[2] / "docs" / "kernels" / "aot.json"
+
+
+def test_the_record_is_of_these_sources() -> None:
+    # every configuration takes some ten minutes a card, so its result is kept; whoever changes a
+    # kernel or a table compiles its family again:
+    #   python -m sdx_kernels._triton.aot --record docs/kernels/aot.json 80:FAMILY 86:FAMILY …
+    for family, entry in json.loads(RECORD.read_text()).items():
+        assert entry["sources"] == digest(family), f"{family} has changed since it was compiled"
+        for architecture, run in entry["architectures"].items():
+            expected = sum(1 for _ in launches(int(architecture), (family,)))
+            assert run["launches"] == expected
+            assert run["not_clean"] == []
+
+
+def test_a_record_forgets_what_other_sources_gave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "aot.json"
+    clean = {"family": "short", "architecture": 86, "clean": True}
+    record(file, [clean, {**clean, "clean": False}])
+    record(file, [{**clean, "architecture": 90}])
+    runs = json.loads(file.read_text())["short"]["architectures"]
+    assert {name: len(run["not_clean"]) for name, run in runs.items()} == {"86": 1, "90": 0}
+    monkeypatch.setattr("sdx_kernels._triton.aot.digest", lambda family: "another")
+    record(file, [{**clean, "architecture": 120}])
+    assert set(json.loads(file.read_text())["short"]["architectures"]) == {"120"}

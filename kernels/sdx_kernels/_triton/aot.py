@@ -3,9 +3,11 @@
 It knows which kernels there are; it must not run anything or ask a device. Triton cannot compile
 in a process that interprets, so run it in one without TRITON_INTERPRET:
 `python -m sdx_kernels._triton.aot 86 90` prints a JSON line for every launch configuration, and
-`86:forward` those of one family; `--first` only the first of each family.
+`86:forward` those of one family; `--first` only the first of each. `--record FILE` also writes
+what was found into a file that tests hold against the sources.
 """
 
+import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -13,13 +15,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import triton
+
 from sdx_kernels._triton.aot_compile import Launch, compile_launch
 from sdx_kernels._triton.attention_bwd_aot import backward_launches
 from sdx_kernels._triton.attention_fwd_aot import forward_launches
 from sdx_kernels._triton.attention_special_aot import short_launches, tma_launches, wide_launches
 from sdx_kernels.tuning.attention import SHARED_MEMORY
 
-__all__ = ["ARCHITECTURES", "FAMILIES", "facts", "launches"]
+__all__ = ["ARCHITECTURES", "FAMILIES", "digest", "facts", "launches", "record"]
 
 #: cards whose kernels are checked; sm_75 has no tensor-core path in Triton and is refused
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
@@ -30,6 +34,24 @@ FAMILIES: dict[str, Callable[[int], Iterator[Launch]]] = {
     "wide": wide_launches,
     "short": short_launches,
     "tma": tma_launches,
+}
+
+
+#: what decides a family's launches, relative to the package
+SOURCES: dict[str, tuple[str, ...]] = {
+    "forward": (
+        "_triton/attention_fwd*.py",
+        "_triton/attention_parts.py",
+        "tuning/attention.py",
+    ),
+    "backward": (
+        "_triton/attention_bwd*.py",
+        "_triton/attention_parts.py",
+        "tuning/attention_bwd.py",
+    ),
+    "wide": ("_triton/attention_wide*.py", "tuning/attention_wide.py"),
+    "short": ("_triton/attention_short.py", "tuning/attention_short.py"),
+    "tma": ("_triton/attention_tma.py", "tuning/attention_tma.py"),
 }
 
 
@@ -51,22 +73,57 @@ def facts(launch: Launch, architecture: int) -> dict[str, Any]:
     return {"family": launch.family, **launch.key, **asdict(made), "clean": clean}
 
 
+def digest(family: str) -> str:
+    """Sixteen hex digits of all that decides what a family's launches compile to."""
+    here = Path(__file__).parent
+    both = hashlib.sha256()
+    for pattern in SOURCES[family]:
+        found = sorted(here.parent.glob(pattern))
+        assert found, pattern
+        for file in found:
+            both.update(file.name.encode() + file.read_bytes())
+    return both.hexdigest()[:16]
+
+
+def record(file: Path, found: list[dict[str, Any]]) -> None:
+    """Adds complete runs of families to a record, with Triton's version and the sources' digest.
+
+    Args:
+        file: JSON, made where it is missing.
+        found: facts of every launch of one or more (architecture, family) pairs.
+    """
+    known = json.loads(file.read_text()) if file.exists() else {}
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for fact in found:
+        runs.setdefault((fact["family"], str(fact["architecture"])), []).append(fact)
+    for (family, architecture), facts_of_run in runs.items():
+        now = {"triton": triton.__version__, "sources": digest(family)}
+        entry = known.get(family, {})
+        if {key: entry.get(key) for key in now} != now:
+            entry = {**now, "architectures": {}}
+        entry["architectures"][architecture] = {
+            "launches": len(facts_of_run),
+            "not_clean": [fact for fact in facts_of_run if not fact["clean"]],
+        }
+        known[family] = entry
+    file.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+
+
 def main(arguments: list[str]) -> None:
     """Prints a JSON line for every launch that the arguments name."""
     first = "--first" in arguments
-    for argument in (a for a in arguments if a != "--first"):
+    file = arguments[arguments.index("--record") + 1] if "--record" in arguments else None
+    found = []
+    for argument in (a for a in arguments if not a.startswith("--") and a != file):
         number, _, family = argument.partition(":")
         seen: set[str] = set()
         for launch in launches(int(number), (family,) if family else ()):
             if not (first and launch.family in seen):
-                print(json.dumps(facts(launch, int(number))), flush=True)
+                found.append(facts(launch, int(number)))
+                print(json.dumps(found[-1]), flush=True)
             seen.add(launch.family)
-
-
-def source_files() -> list[Path]:
-    """The files that decide what is compiled: kernels, launchers and tables."""
-    here = Path(__file__).parent
-    return sorted([*here.glob("attention_*.py"), *(here.parent / "tuning").glob("attention*.py")])
+    if file is not None and not first:
+        record(Path(file), found)
 
 
 if __name__ == "__main__":

@@ -90,8 +90,10 @@ def backward_launches(architecture: int) -> Iterator[Launch]:
         for head_dim in HEAD_DIMS:
             if dtype == torch.float32 and head_dim > MAX_FP32_DIM:
                 continue
-            # unpadded dims and bfloat16 differ from the others by a mask and by a letter
-            whole = head_dim in (64, 128, 256) and dtype != torch.bfloat16
+            # bfloat16 differs from float16 by a letter; and dims between those that tiles are made
+            # for by a mask on the channels, which is dearest in float32
+            whole = head_dim in (64, 128, 256) or dtype == torch.float32
+            whole = whole and dtype != torch.bfloat16
             for name, members in _MEMBERS.items():
                 if name == "plain" or whole:
                     yield from _of_kind(architecture, head_dim, dtype, name, members)

@@ -77,6 +77,8 @@ def _run_sdpa(inputs: AttentionInputs, backend: SDPBackend | None = None) -> Res
     widen = s.dtype == torch.bfloat16 and bool(age_reason(s))
     if widen:
         query, key, value = query.float(), key.float(), value.float()
+    # torch takes no comparison of dynamic sizes here, which is symbolic: a branch settles it
+    grouped = {"enable_gqa": True} if s.heads != s.key_heads else {}
     call = functools.partial(
         F.scaled_dot_product_attention,
         query,
@@ -85,7 +87,7 @@ def _run_sdpa(inputs: AttentionInputs, backend: SDPBackend | None = None) -> Res
         attn_mask=mask,
         dropout_p=s.dropout,
         scale=inputs.scale,
-        enable_gqa=s.heads != s.key_heads,
+        **grouped,
     )
     if backend is None:
         out = call()

@@ -15,8 +15,8 @@ from sdx_kernels.reference.structures import Structure
 
 __all__ = ["attention_backward", "attention_forward", "slices"]
 
-#: most scores alive at once: 2**26 fp32 values are 256 MiB, and a backward holds about four such
-#: matrices, so that it stays near 1 GiB whatever the shape
+#: most scores alive at once: 2**26 fp32 values are 256 MiB, and a backward holds four to six such
+#: matrices (six with dropout), so that it stays near 1.5 GiB whatever the shape
 MAX_SCORES = 1 << 26
 
 

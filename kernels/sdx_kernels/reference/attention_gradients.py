@@ -47,34 +47,46 @@ def attention_gradients(
     q, k, v, do = (t.transpose(1, 2) for t in (query, key, value, grad))
     if groups > 1:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    scores = (q @ k.transpose(-1, -2)) * scale
+    # in place wherever it can be: each of these matrices is a quarter of a slice's memory
+    scores = (q @ k.transpose(-1, -2)).mul_(scale)
     if bias is not None and bias.dtype == torch.bool:
-        scores = scores + torch.zeros_like(bias, dtype=q.dtype).masked_fill(~bias, -math.inf)
+        scores += torch.zeros_like(bias, dtype=q.dtype).masked_fill(~bias, -math.inf)
     elif bias is not None:
-        scores = scores + bias.to(q.dtype)
+        scores += bias.to(q.dtype)
     if allowed is not None:
-        scores = scores.masked_fill(~allowed, -math.inf)
+        scores.masked_fill_(~allowed, -math.inf)
     if scores.shape[-1] > 0:
         top = scores.amax(-1, keepdim=True)
-        scores = torch.exp(scores - top.masked_fill(top == -math.inf, 0.0))
+        scores.sub_(top.masked_fill(top == -math.inf, 0.0)).exp_()
     total = scores.sum(-1, keepdim=True)
-    weights = scores / torch.where(total == 0.0, 1.0, total)
+    weights = scores.div_(torch.where(total == 0.0, 1.0, total))
+    if allowed is not None:
+        # a row that attends NaN is NaN throughout, also where it excludes a key
+        weights.masked_fill_(~allowed, 0.0)
 
-    kept: torch.Tensor | float = 1.0
+    kept: torch.Tensor | None = None
     if keep is not None:
         kept = keep / (1.0 - p) if p < 1.0 else torch.zeros_like(weights)
-    dv = (weights * kept).transpose(-1, -2) @ (do if allowed is None else _tame(do))
-    dp = (do @ (v if allowed is None else _tame(v)).transpose(-1, -2)) * kept
+    dropped = weights if kept is None else weights * kept
+    dv = dropped.transpose(-1, -2) @ (do if allowed is None else _tame(do))
+    del dropped
+    dp = do @ (v if allowed is None else _tame(v)).transpose(-1, -2)
+    if kept is not None:
+        dp *= kept
     delta = (weights * dp).sum(-1, keepdim=True)
+    if allowed is not None:
+        # a value that is not finite spoils the rows that attend it, as it does their output
+        wild_v = (~v.isfinite()).any(-1, keepdim=True).to(q.dtype)
+        delta = delta.masked_fill(allowed.to(q.dtype).expand_as(dp) @ wild_v > 0, math.nan)
     if lse_grad is not None:
         delta = delta - lse_grad.unsqueeze(-1)
-    ds = weights * (dp - delta)
+    ds = dp.sub_(delta).mul_(weights)
     if allowed is None:
         dq, dk = ds @ k, ds.transpose(-1, -2) @ q
     else:
         # an excluded key is as if absent: neither its values nor a wild row reach the other's sum;
         # where a wild one is attended, the weights are NaN already
-        ds = ds.masked_fill(~allowed, 0.0)
+        ds.masked_fill_(~allowed, 0.0)
         dq, dk = ds @ _tame(k), ds.transpose(-1, -2) @ _tame(q)
         wild = (~do.isfinite()).any(-1, keepdim=True).to(q.dtype)
         dv = dv.masked_fill(

@@ -13,6 +13,10 @@ from sdx_kernels.reference.dropout import keep_at
 
 __all__ = ["Structure"]
 
+#: most draws of dropout at once: Philox holds about eight int64 values for each, which makes these
+#: 256 MiB, as much as the scores of a slice
+MAX_DRAWS = 1 << 22
+
 
 @dataclass(frozen=True, eq=False)
 class Structure:
@@ -69,7 +73,16 @@ class Structure:
             item = sequence[None, None, :, None]
             column = _places(column, self.packed.key_starts)[1]
         head = item * heads + torch.arange(heads, device=device)[None, :, None, None]
-        return keep_at(self.dropout.seed, head, row[:, None], column, self.dropout.p)
+        shape = (items.stop - items.start, heads, row.shape[0], keys)
+        kept = torch.empty(shape, dtype=torch.bool, device=device)
+        step = max(1, MAX_DRAWS // max(1, shape[0] * heads * keys))
+        for first in range(0, shape[2], step):
+            some = slice(first, first + step)
+            of_rows = head if self.packed is None else head[:, :, some]
+            kept[:, :, some] = keep_at(
+                self.dropout.seed, of_rows, row[some, None], column, self.dropout.p
+            )
+        return kept
 
     def _inside(self, rows: slice, queries: int, keys: int, device: torch.device) -> torch.Tensor:
         row = torch.arange(rows.start, rows.stop, device=device)[:, None]

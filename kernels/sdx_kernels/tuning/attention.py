@@ -125,6 +125,10 @@ _OVERRIDES: dict[tuple[int, int, int, str], _Ladder] = {
         AttentionConfig(64, 64, 4, 2, _NARROW),
         _TWO_BYTES_NARROW,
     ),
+    (10, 96, 2, "biased"): (
+        AttentionConfig(64, 32, 8, 1, "2 stages spill 12 bytes on sm_100 at head dim 80"),
+        _TWO_BYTES_NARROW,
+    ),
 }
 
 _SHORT = "77 text tokens fill 3 steps of 32 but only 60 % of two steps of 64"
@@ -134,6 +138,9 @@ _SHORT_STEPS = {
     (64, 2): AttentionConfig(64, 32, 4, 3, _SHORT),
     (96, 2): AttentionConfig(128, 32, 8, 2, _SHORT),
     (128, 2): AttentionConfig(128, 32, 8, 2, _SHORT),
+}
+_SHORT_OVERRIDES = {
+    (10, 128, 2): AttentionConfig(64, 32, 8, 2, "128 rows spill 4 bytes on sm_100; not timed"),
 }
 
 
@@ -215,7 +222,8 @@ def ladder_for(
     entry = (width, itemsize, kind)
     steps = _OVERRIDES.get((capability[0], *entry), _LADDERS[entry])
     if keys <= 96 and kind == "plain" and (width, itemsize) in _SHORT_STEPS:
-        steps = (_SHORT_STEPS[width, itemsize], *steps)
+        short = _SHORT_STEPS[width, itemsize]
+        steps = (_SHORT_OVERRIDES.get((capability[0], width, itemsize), short), *steps)
     return tuple(
         config
         for config in steps

@@ -14,8 +14,9 @@ __all__ = ["KERNELS", "BackwardLadder", "backward_ladder_for", "backward_shared_
 #: head dims above this are another kernel's
 MAX_HEAD_DIM = 256
 
-#: float32 above this head dim has no configuration without spills
-MAX_FP32_DIM = 128
+#: float32 above this head dim has no configuration without spills: 16 x 16 spills 16 to 28 bytes on
+#: sm_120 at 80 and 128
+MAX_FP32_DIM = 64
 
 #: the kernels in launch order: row facts; dk and dv; dq; gradient of a tensor bias
 KERNELS = ("rows", "keys", "queries", "bias")
@@ -47,6 +48,7 @@ _BAND = "32 queries a step spill 40 bytes on sm_86 under a band, ahead of time; 
 _SQUARE = "128 x 64 with 8 warps spills 8 bytes on sm_86, ahead of time; not timed"
 _NARROW = "64 keys a step spill 68 bytes on sm_86 under a band, ahead of time; not timed"
 _ONE_STAGE = "two stages spill 12 bytes on sm_90 and 8 on sm_86, ahead of time; not timed"
+_CLEAN_ON_10 = "no spills on sm_100, where the configuration above has some; not timed"
 _NARROWEST = "32 keys a step spill 8 bytes on sm_90, ahead of time; not timed"
 _LEAST = "the smallest tile: everything at once needs more registers than any larger one has"
 _ROWS = "serves all kinds, since few rows are summed again; no spills on sm_86, sm_90 and sm_120"
@@ -62,9 +64,8 @@ def _one(m: int, n: int, warps: int, stages: int, source: str) -> tuple[Attentio
 #: compiled for these ahead of time and needs no more there, so that one step a ladder is enough
 SMALLEST_SERVED_BYTES = 101376
 
-#: dk and dv, and dq, by (padded head dim, bytes an element, kind). float32 of more than 64 dims has
-#: no entry but the plain one: elsewhere the smallest tiles still spill 16 to 56 bytes on sm_86. Nor
-#: has 16-bit dk and dv of 256 dims with everything at once: 16 x 16 spills 20 bytes on sm_90.
+#: dk and dv, and dq, by (padded head dim, bytes an element, kind). There is none for dk and dv of
+#: 256 dims with everything at once: 16 x 16 spills 20 bytes on sm_90.
 _KEYS: dict[tuple[int, int, str], tuple[AttentionConfig, ...]] = {
     (64, 2, "plain"): _one(32, 128, 8, 2, _WHOLE),
     (64, 2, "masked"): _one(16, 128, 8, 1, _BAND),
@@ -81,11 +82,17 @@ _KEYS: dict[tuple[int, int, str], tuple[AttentionConfig, ...]] = {
     (64, 4, "masked"): _one(32, 16, 4, 1, _FP32),
     (64, 4, "biased"): _one(16, 16, 8, 1, _FP32),
     (64, 4, "combined"): _one(32, 16, 8, 1, _FP32),
-    (128, 4, "plain"): _one(16, 16, 8, 1, _FP32),
 }
 #: the same for compute capability 10.x, where tcgen05 spills 12 bytes with the configuration above
 _KEYS_ON_10: dict[tuple[int, int, str], tuple[AttentionConfig, ...]] = {
-    (64, 2, "plain"): _one(16, 128, 8, 1, "no spills on sm_100, ahead of time; not timed"),
+    (64, 2, "plain"): _one(16, 128, 8, 1, _CLEAN_ON_10),
+    (128, 2, "plain"): _one(32, 32, 8, 1, _CLEAN_ON_10),
+    (128, 2, "biased"): _one(16, 32, 8, 1, _CLEAN_ON_10),
+}
+#: where head dims do not fill the padded ones: the mask on the channels costs registers
+_RAGGED_KEYS: dict[tuple[int, int, str], tuple[AttentionConfig, ...]] = {
+    (64, 4, "plain"): _one(32, 16, 8, 1, "32 keys a step spill 8 bytes on sm_90 at head dim 40"),
+    (64, 4, "masked"): _one(32, 16, 8, 1, "4 warps spill 4 bytes on sm_86 at head dim 40"),
 }
 _QUERIES: dict[tuple[int, int, str], tuple[AttentionConfig, ...]] = {
     (64, 2, "plain"): _one(64, 64, 4, 2, _SQUARE),
@@ -104,23 +111,22 @@ _QUERIES: dict[tuple[int, int, str], tuple[AttentionConfig, ...]] = {
     (64, 4, "masked"): _one(16, 32, 4, 1, _FP32),
     (64, 4, "biased"): _one(16, 32, 4, 1, _FP32),
     (64, 4, "combined"): _one(16, 16, 4, 1, _FP32),
-    (128, 4, "plain"): _one(16, 32, 4, 1, _FP32),
 }
-#: dq of head dims that do not fill 64: the mask on the channels costs registers
+#: the same for dq
 _RAGGED_QUERIES: dict[tuple[int, int, str], tuple[AttentionConfig, ...]] = {
     (64, 2, "plain"): _one(64, 64, 8, 2, "4 warps spill 56 bytes on sm_86 at head dim 40"),
+    (64, 4, "plain"): _one(16, 32, 8, 1, "4 warps spill 24 bytes on sm_90 at head dim 40"),
 }
 _ROW_FACTS: dict[tuple[int, int], tuple[AttentionConfig, ...]] = {
     (64, 2): _one(32, 32, 4, 1, _ROWS),
-    (128, 2): _one(32, 32, 4, 1, _ROWS),
-    (256, 2): _one(16, 32, 8, 1, "4 warps spill 8 bytes on sm_86 under a band and a key mask"),
+    (128, 2): _one(16, 16, 4, 1, "32 keys a step spill 4 bytes on sm_80; not timed"),
+    (256, 2): _one(16, 16, 4, 1, "32 keys a step spill 4 to 8 bytes on sm_86; not timed"),
     (64, 4): _one(16, 32, 4, 1, _FP32),
-    (128, 4): _one(16, 16, 4, 1, _FP32),
 }
 _BIAS_GRAD: dict[tuple[int, int], tuple[AttentionConfig, ...]] = {
     (64, 2): _one(32, 32, 4, 1, _BIAS),
     (128, 2): _one(16, 32, 4, 1, _BIAS),
-    (256, 2): _one(16, 32, 4, 1, _BIAS),
+    (256, 2): _one(16, 32, 8, 1, "4 warps spill 28 bytes on sm_86, ahead of time; not timed"),
     (64, 4): _one(16, 32, 8, 1, _FP32),
 }
 
@@ -183,6 +189,7 @@ def backward_ladder_for(
         keys = _KEYS_ON_10.get((*size, kind), keys)
     queries = _QUERIES.get((*size, kind), ())
     if not head_dim == value_dim == size[0]:
+        keys = _RAGGED_KEYS.get((*size, kind), keys)
         queries = _RAGGED_QUERIES.get((*size, kind), queries)
     # float32 with a band, a key mask and dropout: 16 x 32 spills 52 bytes on sm_90
     spills = dtype == torch.float32 and kind == "combined"

@@ -220,7 +220,8 @@ _NARROW_GRAD = WideGradConfig(
 
 
 def _fits(capability: tuple[int, int], kind: WideKind) -> bool:
-    least, most = sorted((kind.head_dim, kind.value_dim))
+    # not sorted(): torch.compile cannot sort sizes that it keeps dynamic
+    least, most = min(kind.head_dim, kind.value_dim), max(kind.head_dim, kind.value_dim)
     return capability[0] in _UNITS and least >= 1 and most <= MAX_WIDE_DIM
 
 
