@@ -1,0 +1,191 @@
+"""Every kernel of ours on a real card: forward and backward, three dtypes, all structures."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sdx_kernels import (
+    BlockDiagonalMask,
+    KeyPaddingMask,
+    LocalAttentionFromBottomRightMask,
+    LowerTriangularFromBottomRightMask,
+    LowerTriangularMask,
+    attend,
+    count,
+    memory_efficient_attention,
+)
+from sdx_kernels.checks import attention_inputs
+from sdx_kernels.ops.attention_impls import structure_of
+from sdx_kernels.reference.attention_chunks import attention_backward, attention_forward
+from sdx_kernels.testing import REAL_SHAPES, largest_error, random_inputs
+
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+#: what fits beside its float64 truth; longer ones are shortened to this many queries and keys
+LONGEST = 4096
+
+SHAPES = [
+    (name, min(batch, 512), min(queries, LONGEST), min(keys, LONGEST), heads, dim, causal)
+    for name, batch, queries, keys, heads, dim, causal in REAL_SHAPES
+]
+
+
+def truth(
+    tensors: tuple[torch.Tensor, ...], bias: Any, grad: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Output and gradients of query, key and value in float64, slice by slice."""
+    q, k, v = (t.detach().double() for t in tensors)
+    inputs = attention_inputs(q, k, v, bias)
+    shared: dict[str, Any] = {
+        "scale": inputs.scale,
+        "bias": inputs.bias,
+        "structure": structure_of(inputs),
+    }
+    out, _ = attention_forward(q, k, v, **shared)
+    dq, dk, dv, _ = attention_backward(grad.double(), q, k, v, **shared)
+    return out, dq, dk, dv
+
+
+def peer(
+    tensors: tuple[torch.Tensor, ...], bias: Any, grad: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """The same in the inputs' own dtype by torch's plain operations: what rounding costs."""
+    q, k, v = (t.detach().clone().requires_grad_() for t in tensors)
+    scores = torch.einsum("bmhk,bnhk->bhmn", q, k).float() * q.shape[-1] ** -0.5
+    if isinstance(bias, torch.Tensor):
+        scores = scores + bias
+    elif bias is not None:
+        scores = scores.masked_fill(~bias.allowed(scores.shape, q.device), -torch.inf)
+    weights = torch.softmax(scores, -1).nan_to_num().to(q.dtype)
+    out = torch.einsum("bhmn,bnhk->bmhk", weights, v)
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
+
+
+def check(tensors: tuple[torch.Tensor, ...], bias: Any = None, op: str = "triton") -> None:
+    """Holds output and gradients to max(2 or 3 × what rounding costs, 4 eps of the largest)."""
+    before = {name: count(name) for name in ("reference", "reference-backward")}
+    q, k, v = (t.clone().requires_grad_() for t in tensors)
+    grad = torch.randn(*q.shape[:-1], v.shape[-1], device=q.device).to(q.dtype)
+    out = memory_efficient_attention(q, k, v, bias, op=op)
+    found = out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
+    again = torch.autograd.grad(memory_efficient_attention(q, k, v, bias, op=op), (q, k, v), grad)
+    assert all(torch.equal(a, b) for a, b in zip(found[1:], again, strict=True))
+    assert {name: count(name) for name in before} == before, "the reference ran"
+    names = ("out", "dq", "dk", "dv")
+    rows = zip(names, found, truth(tensors, bias, grad), peer(tensors, bias, grad), strict=True)
+    for name, ours, exact, theirs in rows:
+        factor = 2.0 if name == "out" else 3.0
+        eps = torch.finfo(ours.dtype).eps
+        bound = max(factor * largest_error(theirs, exact), 4 * eps * float(exact.abs().max()))
+        error = largest_error(ours, exact)
+        assert error <= bound, f"{name}: {error:.3g} is above {bound:.3g}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape[0])
+def test_real_shapes_forward_and_backward(shape: tuple[Any, ...], dtype: torch.dtype) -> None:
+    _, batch, queries, keys, heads, dim, causal = shape
+    check(
+        random_inputs(batch, queries, keys, heads, dim, dtype=dtype, device=GPU),
+        LowerTriangularMask() if causal else None,
+    )
+
+
+def masks(queries: int, keys: int) -> dict[str, Any]:
+    third, part = queries // 3, keys // 3
+    exists = torch.ones(1, keys, dtype=torch.bool, device=GPU)
+    exists[:, -part:] = False
+    lengths = (third, queries - third), (part, keys - part)
+    return {
+        "causal": LowerTriangularMask(),
+        "causal from the end": LowerTriangularFromBottomRightMask(),
+        "window": LocalAttentionFromBottomRightMask(40, 17),
+        "keys": KeyPaddingMask(exists),
+        "packed": BlockDiagonalMask.from_seqlens(*lengths),
+        "packed causal": BlockDiagonalMask.from_seqlens(*lengths).make_causal(),
+        "bias": torch.randn(1, 1, queries, keys, device=GPU),
+        "bias of keys": torch.randn(1, 3, 1, keys, device=GPU),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [40, 64, 80, 160, 256, 512])
+@pytest.mark.parametrize("name", list(masks(9, 9)) if torch.cuda.is_available() else ["causal"])
+def test_structures_forward_and_backward(name: str, dim: int, dtype: torch.dtype) -> None:
+    if name.startswith("packed") and dim > (64 if dtype == torch.float32 else 256):
+        pytest.skip("packed sequences of such dims have no backward kernel: the reference's turn")
+    inputs = random_inputs(1, 301, 333, 3, dim, dtype=dtype, device=GPU)
+    check(inputs, masks(301, 333)[name])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("keys", [1, 4, 16, 77, 96, 154, 257])
+@pytest.mark.parametrize("dim", [40, 64, 80, 128])
+def test_short_keys(dim: int, keys: int, dtype: torch.dtype) -> None:
+    if dim == 128 and keys > 160:
+        pytest.skip("more than 160 keys of 128 dims do not fit a program: refused by name")
+    inputs = random_inputs(2, 1024, keys, 5, dim, dtype=dtype, device=GPU)
+    out, choice = attend(*inputs, op="triton-short")
+    assert choice.name == "triton-short"
+    exact = truth(inputs, None, torch.zeros_like(out))[0]
+    theirs = peer(inputs, None, torch.zeros_like(out))[0]
+    eps = torch.finfo(dtype).eps
+    bound = max(2 * largest_error(theirs, exact), 4 * eps * float(exact.abs().max()))
+    assert largest_error(out, exact) <= bound
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("times", [1.0, 3.0, 6.0])
+@pytest.mark.parametrize("dim", [40, 64, 80, 128])
+def test_tensor_descriptors(dim: int, times: float, dtype: torch.dtype) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("tensor descriptors are plain loads before sm_90")
+    q, k, v = random_inputs(2, 1024, 1024, 5, dim, dtype=dtype, device=GPU)
+    q = q * times
+    k[:, 3] = k[:, 3] * 4  # a key that many rows lean on
+    out, choice = attend(q, k, v, op="triton-tma")
+    assert choice.name == "triton-tma"
+    exact = truth((q, k, v), None, torch.zeros_like(out))[0]
+    theirs = peer((q, k, v), None, torch.zeros_like(out))[0]
+    eps = torch.finfo(dtype).eps
+    bound = max(2 * largest_error(theirs, exact), 4 * eps * float(exact.abs().max()))
+    assert largest_error(out, exact) <= bound
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dropout_drops_the_same_weights_as_the_reference(dtype: torch.dtype) -> None:
+    tensors = random_inputs(2, 129, 257, 3, 64, dtype=dtype, device=GPU)
+    found = []
+    for op in ("triton", "reference"):
+        torch.manual_seed(5)
+        q, k, v = (t.clone().requires_grad_() for t in tensors)
+        out = memory_efficient_attention(q, k, v, LowerTriangularFromBottomRightMask(), 0.3, op=op)
+        found.append((out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    for ours, theirs in zip(*found, strict=True):
+        scale = float(theirs.abs().max())
+        assert largest_error(ours, theirs) <= 8 * torch.finfo(dtype).eps * max(scale, 1.0)
+
+
+def test_a_graph_replays_forward_and_backward_with_new_dropout() -> None:
+    q, k, v = (
+        t.requires_grad_()
+        for t in random_inputs(1, 256, 256, 2, 64, dtype=torch.float16, device=GPU)
+    )
+
+    def step() -> torch.Tensor:
+        return memory_efficient_attention(q, k, v, LowerTriangularMask(), 0.5, op="triton")
+
+    step().sum().backward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        out = step()
+    graph.replay()
+    first = out.clone()
+    graph.replay()
+    assert not torch.equal(first, out)
+    assert first.isfinite().all()
