@@ -91,7 +91,7 @@ def test_json_failure_is_one_object_too(cli: Cli) -> None:
         ("generate x --json --quality best", "BadParameter", "best"),
         ("generate x --json --steps many", "BadParameter", "--steps"),
         ("generate x y --json", "UsageError", "y"),
-        ("plan --seed 3 --json", "NoSuchOption", "--seed"),
+        ("plan --warm --json", "NoSuchOption", "--warm"),
         ("doctor --json --bogus", "NoSuchOption", "--bogus"),
     ],
 )
