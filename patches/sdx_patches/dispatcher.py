@@ -37,7 +37,9 @@ def available() -> bool:
     """Whether the installed diffusers has the dispatcher that a backend needs."""
     try:
         register()
-    except (ImportError, AttributeError):
+    # this runs while diffusers is being imported, which a newer enumeration or registry of other
+    # arguments must not break
+    except (ImportError, AttributeError, TypeError, ValueError):
         return False
     return True
 

@@ -413,3 +413,15 @@ def test_fullgraph_compiles_and_keeps_to_the_operator(op: str | None, whole: boo
         assert not torch.equal(traced, stock)
         assert set(registry.launches - launched) <= {op}
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("error", [ImportError, AttributeError, TypeError, ValueError])
+def test_a_dispatcher_of_another_shape_does_not_break_the_import(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def changed(names: object, value: str) -> object:
+        raise error("another enumeration")
+
+    monkeypatch.setattr(dispatcher, "_new_member", changed)
+    monkeypatch.setattr(dispatcher, "NAME", "sdx_never_registered")
+    assert dispatcher.available() is False
