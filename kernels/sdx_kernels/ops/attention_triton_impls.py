@@ -5,6 +5,7 @@ where they are the fastest; nothing is timed at run time.
 """
 
 import functools
+from typing import Any
 
 import torch
 
@@ -91,21 +92,28 @@ def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def _shared(inputs: AttentionInputs) -> dict[str, Any]:
+    """What every launcher of a forward kernel takes."""
+    return {
+        "query": unit_stride(inputs.query),
+        "key": unit_stride(inputs.key),
+        "value": unit_stride(inputs.value),
+        "scale": inputs.scale,
+        "output_dtype": inputs.output_dtype,
+        "with_lse": inputs.signature.lse,
+    }
+
+
 def _run_triton(inputs: AttentionInputs) -> Result:
     from sdx_kernels._triton.attention_fwd import launch_attention_fwd
 
     return launch_attention_fwd(
-        unit_stride(inputs.query),
-        unit_stride(inputs.key),
-        unit_stride(inputs.value),
-        None if inputs.bias is None else inputs.bias.resolve_neg(),
-        scale=inputs.scale,
+        **_shared(inputs),
+        bias=None if inputs.bias is None else inputs.bias.resolve_neg(),
         key_mask=inputs.key_mask,
         band=inputs.band,
         packed=inputs.packed,
         dropout=inputs.dropout,
-        output_dtype=inputs.output_dtype,
-        with_lse=inputs.signature.lse,
         ladder=_ladder(inputs.signature),
     )
 
@@ -150,14 +158,9 @@ def _run_short(inputs: AttentionInputs) -> Result:
     from sdx_kernels._triton.attention_short import launch_attention_short
 
     return launch_attention_short(
-        unit_stride(inputs.query),
-        unit_stride(inputs.key),
-        unit_stride(inputs.value),
-        None if inputs.bias is None else inputs.bias.resolve_neg(),
-        scale=inputs.scale,
+        **_shared(inputs),
+        bias=None if inputs.bias is None else inputs.bias.resolve_neg(),
         key_mask=inputs.key_mask,
-        output_dtype=inputs.output_dtype,
-        with_lse=inputs.signature.lse,
         ladder=_short_ladder(inputs.signature),
     )
 
@@ -190,12 +193,7 @@ def _run_tma(inputs: AttentionInputs) -> Result:
     from sdx_kernels._triton.attention_tma import launch_attention_tma
 
     return launch_attention_tma(
-        unit_stride(inputs.query),
-        unit_stride(inputs.key),
-        unit_stride(inputs.value),
-        scale=inputs.scale,
-        output_dtype=inputs.output_dtype,
-        with_lse=inputs.signature.lse,
+        **_shared(inputs),
         ladder=_tma_ladder(inputs.signature),
     )
 
@@ -236,15 +234,10 @@ def _run_wide(inputs: AttentionInputs) -> Result:
     from sdx_kernels._triton.attention_wide_launch import launch_attention_wide_fwd
 
     return launch_attention_wide_fwd(
-        unit_stride(inputs.query),
-        unit_stride(inputs.key),
-        unit_stride(inputs.value),
-        None if inputs.bias is None else inputs.bias.resolve_neg(),
-        scale=inputs.scale,
+        **_shared(inputs),
+        bias=None if inputs.bias is None else inputs.bias.resolve_neg(),
         key_mask=inputs.key_mask,
         band=inputs.band,
-        output_dtype=inputs.output_dtype,
-        with_lse=inputs.signature.lse,
         ladder=_wide_ladder(inputs.signature),
     )
 
