@@ -16,8 +16,10 @@ def _selects_gpu(arguments: list[str]) -> bool:
     return False
 
 
-if not _selects_gpu(sys.argv[1:]):
-    os.environ["TRITON_INTERPRET"] = "1"
-if "PYTEST_XDIST_WORKER" in os.environ:
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # its workers inherit what the first process decided, and do not see the command line
+    if not _selects_gpu(sys.argv[1:]):
+        os.environ["TRITON_INTERPRET"] = "1"
+else:
     # as many processes as cores run beside each other: more threads would only wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")

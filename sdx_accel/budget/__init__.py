@@ -1,8 +1,8 @@
 """Planning arithmetic: bytes in, placement out. Knows no torch and no model class."""
 
 from sdx_accel.budget.machine import Machine
-from sdx_accel.budget.plan import Phase, Plan
-from sdx_accel.budget.profile import Component, JobProfile, PhaseProfile, Unit
+from sdx_accel.budget.plan import Phase, Plan, StreamPlan
+from sdx_accel.budget.profile import Component, JobProfile, PhaseProfile, StreamUnit, Unit
 from sdx_accel.budget.search import make_plan
 from sdx_accel.budget.units import GIB, MIB, VramRequest, parse_vram
 
@@ -15,6 +15,8 @@ __all__ = [
     "Phase",
     "PhaseProfile",
     "Plan",
+    "StreamPlan",
+    "StreamUnit",
     "Unit",
     "VramRequest",
     "make_plan",

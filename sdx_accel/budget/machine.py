@@ -21,6 +21,11 @@ class Machine:
         link_bytes_per_s: host to device copies from pinned memory.
         blas_workspace_bytes: what torch allocates once for cuBLAS.
         source: "generic" for the built-in record, "measured" for a reading.
+        flops_per_s: half-precision operations of a UNet step.
+        pageable_bytes_per_s: host to device copies from memory that is not pinned.
+        pinnable_bytes: host memory that may be pinned, None when unknown.
+        ram_bytes: host memory that weights may take, None when not limited.
+        history: digest of the measured peaks that the plan was raised by, "" for none.
     """
 
     name: str
@@ -30,6 +35,11 @@ class Machine:
     link_bytes_per_s: float
     blas_workspace_bytes: int
     source: str
+    flops_per_s: float = 25e12
+    pageable_bytes_per_s: float = 3e9
+    pinnable_bytes: int | None = None
+    ram_bytes: int | None = None
+    history: str = ""
 
     @classmethod
     def generic(cls) -> "Machine":

@@ -8,7 +8,7 @@ from typing import Any
 from sdx_accel.budget.machine import Machine
 from sdx_accel.budget.units import GIB
 
-__all__ = ["Phase", "Plan"]
+__all__ = ["Phase", "Plan", "StreamPlan"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,33 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class StreamPlan:
+    """Weights that are copied in while a phase computes; sizes in bytes.
+
+    Args:
+        phase: `denoise`, `refine` or `text`.
+        components: the models whose units, one after the other, make one cycle.
+        resident: indexes into the cycle of what stays on the card for the whole phase.
+        slots: (index into the cycle, offset in the ring) of everything else.
+        resident_bytes: size of the resident part.
+        ring_bytes: size of the ring that the rest passes through.
+        streamed_bytes: copied in a pass.
+        seconds: predicted time of a pass.
+        bound_seconds: the larger of computing and copying.
+    """
+
+    phase: str
+    components: tuple[str, ...]
+    resident: tuple[int, ...]
+    slots: tuple[tuple[int, int], ...]
+    resident_bytes: int
+    ring_bytes: int
+    streamed_bytes: int
+    seconds: float
+    bound_seconds: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """Where everything lies in each phase of a job, and what that will cost.
 
@@ -50,6 +77,10 @@ class Plan:
         moved_gib_per_picture: weights copied to the card for a picture with a new prompt.
         host_gib: host memory for the weights.
         notes: sentences for the reader.
+        streams: phases whose weights pass through a ring.
+        text_kv: whether the text is projected to keys and values once, before the denoise.
+        seconds_per_step: predicted time of a step, 0 when not predicted.
+        advice: what more memory would buy, and what binds.
     """
 
     model: str
@@ -65,6 +96,10 @@ class Plan:
     moved_gib_per_picture: float
     host_gib: float
     notes: tuple[str, ...] = ()
+    streams: tuple[StreamPlan, ...] = ()
+    text_kv: bool = False
+    seconds_per_step: float = 0.0
+    advice: tuple[str, ...] = ()
 
     @property
     def predicted_peak_gib(self) -> float:
@@ -79,6 +114,10 @@ class Plan:
     def phase(self, name: str) -> Phase | None:
         """The phase of that name, or None when the job has none."""
         return next((phase for phase in self.phases if phase.name == name), None)
+
+    def stream(self, phase: str) -> StreamPlan | None:
+        """How that phase's weights are streamed, or None when all it needs is resident."""
+        return next((stream for stream in self.streams if stream.phase == phase), None)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON-ready values, `digest` and `predicted_peak_gib` included."""
@@ -100,6 +139,18 @@ class Plan:
             Phase(**{**phase, "curve_mib": tuple(phase["curve_mib"])}) for phase in values["phases"]
         )
         values["notes"] = tuple(values["notes"])
+        values["advice"] = tuple(values["advice"])
+        values["streams"] = tuple(
+            StreamPlan(
+                **{
+                    **stream,
+                    "components": tuple(stream["components"]),
+                    "resident": tuple(stream["resident"]),
+                    "slots": tuple((index, offset) for index, offset in stream["slots"]),
+                }
+            )
+            for stream in values["streams"]
+        )
         return cls(**values)
 
     def shortfall(self) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from sdx_accel.budget.allocator import Event, reserved_peak, smallest_cap
 
-__all__ = ["PHASES", "Component", "JobProfile", "PhaseProfile", "Unit"]
+__all__ = ["PHASES", "Component", "JobProfile", "PhaseProfile", "StreamUnit", "Unit"]
 
 PHASES = ("text", "encode", "denoise", "refine", "decode")
 
@@ -26,6 +26,27 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class StreamUnit:
+    """Weights that one module's forward needs: a byte range of one chunk of its component.
+
+    Args:
+        name: component and module path, `unet.down_blocks.0.resnets.1`.
+        component: the model that it belongs to.
+        chunk: index into the component's `units`.
+        offset: first byte in the chunk.
+        n_bytes: length of the range.
+        flops: operations of one forward of the module.
+    """
+
+    name: str
+    component: str
+    chunk: int
+    offset: int
+    n_bytes: int
+    flops: float = 0.0
+
+
+@dataclass(frozen=True)
 class Component:
     """One model of the pipeline.
 
@@ -33,11 +54,17 @@ class Component:
         name: its name in the pipeline (`unet`, `vae`, …).
         units: its weights, in execution order.
         phases: the phases whose computation needs all of it.
+        stream: what can be copied in just before it runs, in execution order of one forward.
+        text_chunks: how many of the last `units` hold only the text's key and value projections.
+        kv_bytes: what the projected text of this job takes when it is kept over the steps.
     """
 
     name: str
     units: tuple[Unit, ...]
     phases: tuple[str, ...]
+    stream: tuple[StreamUnit, ...] = ()
+    text_chunks: int = 0
+    kv_bytes: int = 0
 
     @property
     def n_bytes(self) -> int:

@@ -4,7 +4,7 @@ Knows modules and devices, not pipelines' call sequences: whoever sees a phase b
 `enter`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -52,6 +52,10 @@ class Executor:
         self.adapting = False
         # whether the VAE works in bands of rows because the plan says so
         self.banded = False
+        # told of each call of a held model (name, module, args, kwargs) before its phase is entered
+        self.on_call: list[Callable[[str, torch.nn.Module, Any, Any], None]] = []
+        # gives a plan that spares so many more bytes in that phase, or None
+        self.replan: Callable[[str, int], Plan | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Executor":
         """A copied model is not held: its copy of this reference must not copy all weights."""

@@ -185,6 +185,8 @@ class _BeginPhase:
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         executor = self.executor
+        for tell in executor.on_call:
+            tell(self.name, module, args, kwargs)
         # a step of a loop that runs already: everything is in place
         if executor.phase == self.phase and self.phase in ("denoise", "refine"):
             return None

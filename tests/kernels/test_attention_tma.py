@@ -21,7 +21,6 @@ from sdx_kernels.tuning.attention_tma import (
     TmaConfig,
     candidates,
     ladder_for_tma,
-    programs_for,
     tma_shared_bytes,
     warm_keys,
 )
@@ -37,14 +36,13 @@ pytestmark = [
 
 FORMS = {
     "online": {"optimistic": False},
-    "online-early": {"optimistic": False, "early": True},
+    "online-half": {"optimistic": False, "half_exp": True},
     "optimistic": {},
-    "optimistic-early": {"early": True},
+    "half": {"half_exp": True},
     "warm": {"warm_share": 4},
-    "warm-early": {"early": True, "warm_share": 4},
-    "persistent": {"programs": 2},
+    "warm-half": {"half_exp": True, "warm_share": 4},
 }
-OPTIMISTIC = ("optimistic", "optimistic-early", "warm-early")
+OPTIMISTIC = ("optimistic", "half", "warm-half")
 
 
 def run(
@@ -105,7 +103,7 @@ def test_every_key_count(dtype: torch.dtype, form: str) -> None:
 @pytest.mark.parametrize("dims", [(8, 8), (40, 80), (128, 64)], ids=str)
 def test_head_dims(dims: tuple[int, int]) -> None:
     q, k, v = random_inputs(1, 17, 33, 1, dims[0], dims[1])
-    check(q, k, v, "optimistic-early")
+    check(q, k, v, "half")
 
 
 def test_fused_views_and_grouped_heads_beside_nan() -> None:
@@ -148,14 +146,14 @@ def test_what_a_tensor_map_cannot_hold_is_refused() -> None:
 
 def test_a_negative_scale() -> None:
     inputs = random_inputs(1, 19, 40, 1, 16)
-    for form in ("online-early", "optimistic", "warm"):
+    for form in ("online-half", "optimistic", "warm"):
         out, _, _ = run(*inputs, form, scale=-1.5)
         assert_close(out, reference64(*inputs, scale=-1.5))
 
 
 def test_two_runs_give_the_same_bits() -> None:
     q, k, v = random_inputs(1, 20, 70, 2, 24, dtype=torch.float16)
-    for form in ("optimistic-early", "warm"):
+    for form in ("half", "warm"):
         first, again = run(q * 8, k, v, form), run(q * 8, k, v, form)
         assert torch.equal(first[0], again[0])
         assert torch.equal(first[1], again[1])
@@ -330,10 +328,7 @@ def test_the_ladder(capability: tuple[int, int]) -> None:
             assert step.optimistic is optimistic
 
 
-def test_warm_keys_and_programs_are_pure_arithmetic() -> None:
-    config = TmaConfig(64, 64, 4, 3, "test", warm_share=2, programs=3)
+def test_warm_keys_are_pure_arithmetic() -> None:
+    config = TmaConfig(64, 64, 4, 3, "test", warm_share=2)
     assert [warm_keys(config, keys) for keys in (1, 64, 512, 520, 4096)] == [64, 64, 64, 128, 512]
     assert warm_keys(TmaConfig(64, 64, 4, 3, "test"), 4096) == 0
-    assert programs_for(config, 1280, 132) == 396
-    assert programs_for(config, 100, 132) == 100
-    assert programs_for(TmaConfig(64, 64, 4, 3, "test"), 1280, 132) == 1280

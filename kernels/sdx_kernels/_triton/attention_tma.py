@@ -19,7 +19,7 @@ from sdx_kernels import target
 from sdx_kernels._triton.attention_launch import run_ladder
 from sdx_kernels.errors import LaunchRefused
 from sdx_kernels.tuning.attention import AttentionConfig, padded
-from sdx_kernels.tuning.attention_tma import TmaConfig, programs_for, warm_keys
+from sdx_kernels.tuning.attention_tma import TmaConfig, warm_keys
 
 __all__ = [
     "attention_tma_kernel",
@@ -37,6 +37,21 @@ FP16_MAX = 65504.0
 
 
 @triton.jit
+def _half_exp2(x, ASM: tl.constexpr):
+    """2 to the power of fp16 values, in fp16, two an instruction: half the special-function time.
+
+    The interpreter knows no assembly: it rounds what fp32 gives, which errs no more.
+    """
+    if ASM:
+        p = tl.inline_asm_elementwise(
+            "ex2.approx.f16x2 $0, $1;", "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        p = tl.math.exp2(x.to(tl.float32)).to(tl.float16)
+    return p
+
+
+@triton.jit
 def _product(q, k_desc, b, kv_h, n, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
     """[BLOCK_M, BLOCK_N] of q · kᵀ, unscaled; keys beyond the end are zeros."""
     k = tl.reshape(k_desc.load([b, kv_h, n, 0]), (BLOCK_N, q.shape[1]))
@@ -44,24 +59,10 @@ def _product(q, k_desc, b, kv_h, n, BLOCK_N: tl.constexpr, PRECISION: tl.constex
 
 
 @triton.jit
-def _first_product(q, k_desc, b, kv_h, Mk, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
-    """The product before a loop, in a block of its own.
-
-    Triton's wait after a loop keeps every operand of the products before it in that block, and so
-    their keys in shared memory throughout: 16 KiB more, which leaves one program a multiprocessor
-    instead of two at 64 x 128, 3 stages.
-    """
-    d = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
-    if Mk > 0:
-        d = _product(q, k_desc, b, kv_h, 0, BLOCK_N, PRECISION)
-    return d
-
-
-@triton.jit
 def _step(
     d, acc, l_i, r_i, v_desc, b, kv_h, n, scale, Mk,
     BLOCK_N: tl.constexpr, EDGE: tl.constexpr, ONLINE: tl.constexpr, POSITIVE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys n … n + BLOCK_N with products d; r_i is each row's reference, log2 units."""
     s = d * scale
@@ -78,7 +79,11 @@ def _step(
         l_i = l_i * alpha
         acc = acc * alpha[:, None]
         r_i = r_new
-    p = tl.math.exp2(s - reference[:, None])
+    if HALF == 0:
+        p = tl.math.exp2(s - reference[:, None])
+    else:
+        # the sum is of the rounded weights, those that multiply the values
+        p = _half_exp2((s - reference[:, None]).to(tl.float16), HALF == 1).to(tl.float32)
     l_i += tl.sum(p, 1)
     v = tl.reshape(v_desc.load([b, kv_h, n, 0]), (BLOCK_N, acc.shape[1]))
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
@@ -87,56 +92,35 @@ def _step(
 
 @triton.jit
 def _sweep(
-    d, acc, l_i, r_i, q, k_desc, v_desc, b, kv_h, start, end, scale, Mk,
-    BLOCK_N: tl.constexpr, ONLINE: tl.constexpr, EARLY: tl.constexpr, POSITIVE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    acc, l_i, r_i, q, k_desc, v_desc, b, kv_h, start, end, scale, Mk,
+    BLOCK_N: tl.constexpr, EDGE: tl.constexpr, ONLINE: tl.constexpr, POSITIVE: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Whole blocks from start to end; with EARLY, d enters and leaves one block ahead."""
+    """Blocks of keys from start to end; EDGE: some of the last one's do not exist."""
     for n in range(start, end, BLOCK_N):
-        if EARLY:
-            ahead = _product(q, k_desc, b, kv_h, n + BLOCK_N, BLOCK_N, PRECISION)
-        else:
-            d = _product(q, k_desc, b, kv_h, n, BLOCK_N, PRECISION)
+        d = _product(q, k_desc, b, kv_h, n, BLOCK_N, PRECISION)
         acc, l_i, r_i = _step(
             d, acc, l_i, r_i, v_desc, b, kv_h, n, scale, Mk,
-            BLOCK_N, False, ONLINE, POSITIVE, PRECISION,
+            BLOCK_N, EDGE, ONLINE, POSITIVE, HALF, PRECISION,
         )  # fmt: skip
-        if EARLY:
-            d = ahead
-    return d, acc, l_i, r_i
-
-
-@triton.jit
-def _finish(
-    d, acc, l_i, r_i, q, k_desc, v_desc, b, kv_h, inner, scale, Mk,
-    BLOCK_N: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The last block, where keys may be missing, in the online form."""
-    if EARLY:
-        acc, l_i, r_i = _step(
-            d, acc, l_i, r_i, v_desc, b, kv_h, inner, scale, Mk,
-            BLOCK_N, True, True, False, PRECISION,
-        )  # fmt: skip
-    else:
-        # none where the keys fill their blocks
-        for n in range(inner, Mk, BLOCK_N):
-            d = _product(q, k_desc, b, kv_h, n, BLOCK_N, PRECISION)
-            acc, l_i, r_i = _step(
-                d, acc, l_i, r_i, v_desc, b, kv_h, n, scale, Mk,
-                BLOCK_N, True, True, False, PRECISION,
-            )  # fmt: skip
     return acc, l_i, r_i
 
 
-@triton.jit
-def _query_tile(
-    pid, q_desc, k_desc, v_desc, out_desc, lse_ptr, redo_ptr, scale, H, group, Mq, Mk, warm,
+# lengths are never specialised: a new picture size must not compile anything
+@triton.jit(do_not_specialize=["H", "group", "Mq", "Mk", "warm"])
+def attention_tma_kernel(
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, redo_ptr, scale, H, group, Mq, Mk, warm,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    OPTIMISTIC: tl.constexpr, EARLY: tl.constexpr, WARM: tl.constexpr, POSITIVE: tl.constexpr,
+    OPTIMISTIC: tl.constexpr, WARM: tl.constexpr, POSITIVE: tl.constexpr, HALF: tl.constexpr,
     LIMIT: tl.constexpr, REDO: tl.constexpr, COUNT: tl.constexpr, WRITE_LSE: tl.constexpr,
     PRECISION: tl.constexpr, OUT: tl.constexpr, LN2: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one head, from load to store."""
+    """out[b, m, h] = softmax(scale · q[b, m, h] · k[b, :, h // group]ᵀ) · v.
+
+    Descriptors view the tensors as [B, H, M, D] in blocks of one head; `scale` holds log2(e).
+    Scores, sums and accumulator are fp32; the scale never multiplies a 16-bit value.
+    """
+    pid = tl.program_id(0)
     tiles = tl.cdiv(Mq, BLOCK_M)
     head = pid // tiles
     first_row = (pid % tiles) * BLOCK_M
@@ -147,32 +131,34 @@ def _query_tile(
     r_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-    # whole blocks end here; EARLY leaves out the last one even where it is whole
-    inner = ((Mk - 1) // BLOCK_N) * BLOCK_N if EARLY else (Mk // BLOCK_N) * BLOCK_N
+    inner = (Mk // BLOCK_N) * BLOCK_N
 
-    d = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if EARLY or (OPTIMISTIC and not WARM):
-        d = _first_product(q, k_desc, b, kv_h, Mk, BLOCK_N, PRECISION)
     trusted = 0
     if OPTIMISTIC:
         if WARM:
             trusted = tl.minimum(warm, inner)
-            d, acc, l_i, r_i = _sweep(
-                d, acc, l_i, r_i, q, k_desc, v_desc, b, kv_h, 0, trusted, scale, Mk,
-                BLOCK_N, True, EARLY, POSITIVE, PRECISION,
+            acc, l_i, r_i = _sweep(
+                acc, l_i, r_i, q, k_desc, v_desc, b, kv_h, 0, trusted, scale, Mk,
+                BLOCK_N, False, True, POSITIVE, HALF, PRECISION,
             )  # fmt: skip
         else:
+            d = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            if Mk > 0:
+                # in a block of its own: Triton's wait after a loop would keep its keys in shared
+                # memory throughout, and leave one program a multiprocessor where two fit
+                d = _product(q, k_desc, b, kv_h, 0, BLOCK_N, PRECISION)
             exists = tl.arange(0, BLOCK_N)[None, :] < Mk
             r_i = tl.max(tl.where(exists, d * scale, float("-inf")), 1)
     guess = r_i
-    d, acc, l_i, r_i = _sweep(
-        d, acc, l_i, r_i, q, k_desc, v_desc, b, kv_h, trusted, inner, scale, Mk,
-        BLOCK_N, not OPTIMISTIC, EARLY, POSITIVE, PRECISION,
+    acc, l_i, r_i = _sweep(
+        acc, l_i, r_i, q, k_desc, v_desc, b, kv_h, trusted, inner, scale, Mk,
+        BLOCK_N, False, not OPTIMISTIC, POSITIVE, HALF, PRECISION,
     )  # fmt: skip
     total = l_i
-    acc, l_i, r_i = _finish(
-        d, acc, l_i, r_i, q, k_desc, v_desc, b, kv_h, inner, scale, Mk,
-        BLOCK_N, EARLY, PRECISION,
+    # the last block, where keys may be missing, in the online form
+    acc, l_i, r_i = _sweep(
+        acc, l_i, r_i, q, k_desc, v_desc, b, kv_h, inner, Mk, scale, Mk,
+        BLOCK_N, True, True, False, HALF, PRECISION,
     )  # fmt: skip
     if OPTIMISTIC:
         # comparisons that NaN fails: what is not known to be right is done again
@@ -189,15 +175,13 @@ def _query_tile(
             r_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             l_i = tl.zeros((BLOCK_M,), tl.float32)
             acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-            if EARLY:
-                d = _first_product(q, k_desc, b, kv_h, Mk, BLOCK_N, PRECISION)
-            d, acc, l_i, r_i = _sweep(
-                d, acc, l_i, r_i, q, k_desc, v_desc, b, kv_h, 0, inner, scale, Mk,
-                BLOCK_N, True, EARLY, POSITIVE, PRECISION,
+            acc, l_i, r_i = _sweep(
+                acc, l_i, r_i, q, k_desc, v_desc, b, kv_h, 0, inner, scale, Mk,
+                BLOCK_N, False, True, POSITIVE, HALF, PRECISION,
             )  # fmt: skip
-            acc, l_i, r_i = _finish(
-                d, acc, l_i, r_i, q, k_desc, v_desc, b, kv_h, inner, scale, Mk,
-                BLOCK_N, EARLY, PRECISION,
+            acc, l_i, r_i = _sweep(
+                acc, l_i, r_i, q, k_desc, v_desc, b, kv_h, inner, Mk, scale, Mk,
+                BLOCK_N, True, True, False, HALF, PRECISION,
             )  # fmt: skip
     # a row with nothing to attend has a sum of 0 and an accumulator of 0, and gives exactly 0
     safe = tl.where(l_i == 0.0, 1.0, l_i)
@@ -207,35 +191,6 @@ def _query_tile(
         offs_m = first_row + tl.arange(0, BLOCK_M)
         lse = (r_i + tl.math.log2(safe)) * LN2
         tl.store(lse_ptr + head.to(tl.int64) * Mq + offs_m, lse, mask=offs_m < Mq)
-
-
-# lengths are never specialised: a new picture size must not compile anything
-@triton.jit(do_not_specialize=["H", "group", "Mq", "Mk", "warm", "tiles"])
-def attention_tma_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, redo_ptr, scale, H, group, Mq, Mk, warm, tiles,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    OPTIMISTIC: tl.constexpr, EARLY: tl.constexpr, WARM: tl.constexpr, PERSISTENT: tl.constexpr,
-    POSITIVE: tl.constexpr, LIMIT: tl.constexpr, REDO: tl.constexpr, COUNT: tl.constexpr,
-    WRITE_LSE: tl.constexpr, PRECISION: tl.constexpr, OUT: tl.constexpr, LN2: tl.constexpr,
-):  # fmt: skip
-    """out[b, m, h] = softmax(scale · q[b, m, h] · k[b, :, h // group]ᵀ) · v.
-
-    Descriptors view the tensors as [B, H, M, D] in blocks of one head; `scale` holds log2(e).
-    Scores, sums and accumulator are fp32; the scale never multiplies a 16-bit value.
-    """
-    if PERSISTENT:
-        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-            _query_tile(
-                tile, q_desc, k_desc, v_desc, out_desc, lse_ptr, redo_ptr, scale, H, group,
-                Mq, Mk, warm, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, OPTIMISTIC, EARLY, WARM,
-                POSITIVE, LIMIT, REDO, COUNT, WRITE_LSE, PRECISION, OUT, LN2,
-            )  # fmt: skip
-    else:
-        _query_tile(
-            tl.program_id(0), q_desc, k_desc, v_desc, out_desc, lse_ptr, redo_ptr, scale, H, group,
-            Mq, Mk, warm, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, OPTIMISTIC, EARLY, WARM,
-            POSITIVE, LIMIT, REDO, COUNT, WRITE_LSE, PRECISION, OUT, LN2,
-        )  # fmt: skip
 
 
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -254,18 +209,19 @@ def constants_for_tma(
     count: bool = False,
 ) -> dict[str, object]:
     """The kernel's compile-time arguments; also what the ahead-of-time check compiles."""
+    # the sums of rounded weights are off by 1e-4, too much for a log-sum-exp and for fp32
+    half = config.half_exp and not with_lse and dtype != torch.float32
     return {
         "BLOCK_D": padded(head_dim),
         "BLOCK_DV": padded(value_dim),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "OPTIMISTIC": config.optimistic,
-        "EARLY": config.early,
         "WARM": config.warm_share != 0,
-        "PERSISTENT": config.programs != 0,
         "POSITIVE": positive,
+        "HALF": (2 if target.interpreting() else 1) if half else 0,
         # a bf16 weight reaches as far as the fp32 sum does
-        "LIMIT": FP16_MAX if dtype == torch.float16 else math.inf,
+        "LIMIT": FP16_MAX if dtype == torch.float16 or half else math.inf,
         "REDO": True,
         "COUNT": count,
         "WRITE_LSE": with_lse,
@@ -411,7 +367,7 @@ def launch_attention_tma(
             positive=scale > 0.0,
             count=redone is not None,
         )
-        kernel[(programs_for(config, tiles, facts.multiprocessors), 1, 1)](
+        kernel[(tiles, 1, 1)](
             _descriptor(query, config.block_m),
             _descriptor(key, config.block_n),
             _descriptor(value, config.block_n),
@@ -424,7 +380,6 @@ def launch_attention_tma(
             queries,
             keys,
             warm_keys(config, keys),
-            tiles,
             **constants,
             num_warps=config.num_warps,
             num_stages=config.num_stages,

@@ -139,16 +139,14 @@ def ladder_for_short(
 
 #: (rows, warps, stages, programs a multiprocessor): what a benchmark tries beside the ladder
 _TRIED = (
-    (64, 4, 2, 2),
-    (64, 4, 2, 8),
     (64, 4, 3, 4),
     (64, 4, 1, 0),
-    (128, 8, 2, 2),
-    (128, 8, 2, 4),
+    (64, 8, 1, 0),
     (128, 8, 1, 0),
-    (128, 4, 2, 2),
-    (64, 8, 2, 4),
-    (32, 4, 2, 4),
+    (128, 4, 1, 0),
+    (32, 2, 1, 0),
+    (32, 4, 1, 0),
+    (16, 2, 1, 0),
 )
 
 

@@ -14,7 +14,6 @@ __all__ = [
     "TmaConfig",
     "candidates",
     "ladder_for_tma",
-    "programs_for",
     "tma_shared_bytes",
     "warm_keys",
 ]
@@ -29,30 +28,22 @@ class TmaConfig(AttentionConfig):
     Attributes:
         optimistic: whether rows keep the reference that the first keys gave them, checked once at
             the end; otherwise the online form with a maximum and a rescale in every step.
-        early: whether the next block's product of queries and keys is issued before this block's
-            softmax.
         warm_share: sixteenths of the keys that go through the online form before the reference is
             kept; 0 = the first block's maximum is all. More means fewer redone tiles where scores
             are peaked, and more of the slower form.
-        programs: programs a multiprocessor of a persistent grid; 0 = a program for every tile.
+        half_exp: whether weights are exponentials of fp16 differences, two an instruction: half
+            the time of the unit that bounds the kernel, for weights rounded as the products
+            round them anyway.
     """
 
     optimistic: bool = True
-    early: bool = False
     warm_share: int = 0
-    programs: int = 0
+    half_exp: bool = False
 
 
 def warm_keys(config: TmaConfig, keys: int) -> int:
     """Keys of the online part that precedes the optimistic one, a multiple of the tile."""
     return -(-keys * config.warm_share // (16 * config.block_n)) * config.block_n
-
-
-def programs_for(config: TmaConfig, tiles: int, multiprocessors: int) -> int:
-    """Programs that share `tiles` query tiles, a pure function of shape and card."""
-    if config.programs == 0:
-        return tiles
-    return min(tiles, config.programs * max(1, multiprocessors))
 
 
 def tma_shared_bytes(config: TmaConfig, head_dim: int, value_dim: int, itemsize: int) -> int:
@@ -62,12 +53,9 @@ def tma_shared_bytes(config: TmaConfig, head_dim: int, value_dim: int, itemsize:
     return itemsize * (config.block_m * max(width, value_width) + config.num_stages * step) + 256
 
 
-_EARLY = (
-    "a sketch of this form on an H200, D 64: 512 bf16 and 486 fp16 TFLOP/s at 2x10x4096^2, 546 at "
-    "16384^2; 107,520 bytes of shared memory are two programs a multiprocessor; not timed yet"
-)
-_EARLY_SHORT = "a sketch of this form on an H200, D 64: 322 TFLOP/s at 2x20x1024^2; not timed yet"
-_WIDE = "no spill on sm_90 and sm_100 ahead of time; not timed yet"
+_FASTEST = "fastest of those tried at D 64 on an H200 (docs/kernels/attention.md)"
+_FASTEST_40 = "fastest of those tried at D 40 on an H200, 2x8x4096^2 (docs/kernels/attention.md)"
+_WIDE = "no spill on sm_90 and sm_100 ahead of time; not timed there yet"
 _NARROW = "smaller step, for cards with less shared memory"
 _SPLIT = "the largest clean step of sm_120: 64 x 64 with 4 warps spills 516 bytes there"
 _ONLINE = (
@@ -80,22 +68,10 @@ _MOST_OPTIMISTIC_FP16_KEYS = 65504
 
 #: by (padded head dim, up to 2,048 keys): largest first
 _LADDERS: dict[tuple[int, bool], tuple[TmaConfig, ...]] = {
-    (64, False): (
-        TmaConfig(64, 128, 4, 3, _EARLY, early=True),
-        TmaConfig(64, 64, 4, 3, _NARROW, early=True),
-    ),
-    (64, True): (
-        TmaConfig(64, 64, 4, 3, _EARLY_SHORT, early=True),
-        TmaConfig(64, 64, 4, 2, _NARROW, early=True),
-    ),
-    (128, False): (
-        TmaConfig(128, 128, 8, 2, _WIDE),
-        TmaConfig(128, 64, 8, 2, _SPLIT),
-    ),
-    (128, True): (
-        TmaConfig(128, 64, 8, 3, _WIDE),
-        TmaConfig(128, 64, 8, 2, _SPLIT),
-    ),
+    (64, False): (TmaConfig(64, 128, 4, 3, _FASTEST), TmaConfig(64, 64, 4, 3, _NARROW)),
+    (64, True): (TmaConfig(64, 64, 4, 3, _FASTEST), TmaConfig(64, 64, 4, 2, _NARROW)),
+    (128, False): (TmaConfig(128, 128, 8, 2, _WIDE), TmaConfig(128, 64, 8, 2, _SPLIT)),
+    (128, True): (TmaConfig(128, 64, 8, 3, _WIDE), TmaConfig(128, 64, 8, 2, _SPLIT)),
 }
 
 
@@ -138,38 +114,33 @@ def ladder_for_tma(
 #: what a benchmark tries beside the ladder: rows, keys, warps, stages, and the variants
 _TRIED: dict[int, tuple[TmaConfig, ...]] = {
     64: (
-        TmaConfig(64, 128, 4, 3, "", early=True),
-        TmaConfig(64, 64, 4, 3, "", early=True),
-        TmaConfig(128, 128, 8, 3, ""),
-        TmaConfig(64, 64, 4, 2, "", early=True),
-        TmaConfig(64, 64, 4, 4, "", early=True),
-        TmaConfig(64, 64, 4, 3, ""),
-        TmaConfig(64, 128, 4, 2, "", early=True),
         TmaConfig(64, 128, 4, 3, ""),
+        TmaConfig(64, 128, 4, 3, "", half_exp=True),
+        TmaConfig(64, 128, 4, 3, "", warm_share=1),
+        TmaConfig(64, 128, 4, 3, "", half_exp=True, warm_share=1),
+        TmaConfig(64, 128, 4, 3, "", half_exp=True, warm_share=2),
+        TmaConfig(64, 128, 4, 3, "", optimistic=False),
+        TmaConfig(64, 128, 4, 3, "", half_exp=True, optimistic=False),
+        TmaConfig(64, 128, 4, 2, ""),
+        TmaConfig(64, 128, 4, 2, "", half_exp=True),
+        TmaConfig(64, 64, 4, 3, ""),
+        TmaConfig(64, 64, 4, 3, "", half_exp=True),
+        TmaConfig(64, 64, 4, 3, "", half_exp=True, warm_share=1),
+        TmaConfig(64, 64, 4, 4, "", half_exp=True),
         TmaConfig(128, 64, 4, 3, ""),
-        TmaConfig(128, 64, 8, 3, ""),
-        TmaConfig(128, 128, 8, 2, ""),
-        TmaConfig(128, 128, 8, 3, "", early=True),
-        TmaConfig(64, 128, 4, 3, "", early=True, warm_share=2),
-        TmaConfig(64, 128, 4, 3, "", early=True, warm_share=4),
-        TmaConfig(64, 64, 4, 3, "", early=True, warm_share=2),
-        TmaConfig(128, 128, 8, 3, "", warm_share=2),
-        TmaConfig(64, 64, 4, 3, "", early=True, programs=3),
-        TmaConfig(64, 128, 4, 3, "", early=True, optimistic=False),
-        TmaConfig(64, 64, 4, 3, "", early=True, optimistic=False),
-        TmaConfig(128, 128, 8, 3, "", optimistic=False),
+        TmaConfig(128, 64, 4, 3, "", half_exp=True),
+        TmaConfig(128, 128, 8, 3, "", half_exp=True),
     ),
     128: (
         TmaConfig(128, 128, 8, 2, ""),
+        TmaConfig(128, 128, 8, 2, "", half_exp=True),
         TmaConfig(128, 64, 8, 3, ""),
-        TmaConfig(128, 64, 8, 2, ""),
+        TmaConfig(128, 64, 8, 3, "", half_exp=True),
         TmaConfig(64, 64, 4, 3, ""),
-        TmaConfig(64, 64, 4, 2, "", early=True),
-        TmaConfig(64, 128, 4, 2, ""),
-        TmaConfig(128, 64, 8, 3, "", early=True),
-        TmaConfig(128, 128, 8, 2, "", warm_share=2),
-        TmaConfig(128, 128, 8, 2, "", optimistic=False),
-        TmaConfig(128, 64, 8, 3, "", optimistic=False),
+        TmaConfig(64, 64, 4, 3, "", half_exp=True),
+        TmaConfig(64, 64, 4, 2, "", half_exp=True),
+        TmaConfig(64, 128, 4, 2, "", half_exp=True),
+        TmaConfig(128, 128, 8, 2, "", half_exp=True, optimistic=False),
     ),
 }
 
@@ -191,9 +162,8 @@ def candidates(
         name = (
             f"tma-{config.block_m}x{config.block_n}x{config.num_warps}w{config.num_stages}s"
             + ("" if config.optimistic else "-online")
-            + ("-early" if config.early else "")
+            + ("-half" if config.half_exp else "")
             + tail
-            + (f"-p{config.programs}" if config.programs else "")
         )
         if (
             tma_shared_bytes(tried, head_dim, value_dim, dtype.itemsize) <= limit
