@@ -150,8 +150,8 @@ def _portable(shape: Shape, dtype: torch.dtype, card: tuple[int, int]) -> Iterat
 
 def _short(shape: Shape, dtype: torch.dtype, card: tuple[int, int]) -> Iterator[Contender]:
     tuning = importlib.import_module("sdx_kernels.tuning.attention_short")
-    _, _, _, keys, _, dim, _ = shape
-    ladder = tuning.ladder_for_short(card, dim, dim, dtype, keys)
+    _, _, queries, keys, _, dim, _ = shape
+    ladder = tuning.ladder_for_short(card, dim, dim, dtype, keys, queries=queries)
     module = ("attention_short", "launch_attention_short")
     if ladder:
         yield _ours(*module, "short", "shipped", ladder)

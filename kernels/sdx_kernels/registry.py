@@ -164,12 +164,12 @@ class Operator:
 def _select(
     operator: Operator, signature: Signature, only: tuple[str, ...] | None
 ) -> Choice | None:
+    first, why = operator.prefer(signature)
     candidates = (
-        [impl for impl in operator.ordered() if impl.priority >= 0]
+        [impl for impl in operator.ordered() if impl.priority >= 0 or impl.name in first]
         if only is None
         else [operator.get(name) for name in only]
     )
-    first, why = operator.prefer(signature)
     if only is None or len(only) > 1:
         candidates.sort(key=lambda impl: impl.name not in first)
     reasons: dict[str, tuple[str, ...]] = {}

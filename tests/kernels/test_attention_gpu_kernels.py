@@ -126,7 +126,7 @@ def test_structures_forward_and_backward(name: str, dim: int, dtype: torch.dtype
 @pytest.mark.parametrize("keys", [1, 4, 16, 77, 96, 154, 257])
 @pytest.mark.parametrize("dim", [40, 64, 80, 128])
 def test_short_keys(dim: int, keys: int, dtype: torch.dtype) -> None:
-    if dim == 128 and keys > 160:
+    if dim > 64 and keys > 160:
         pytest.skip("more than 160 keys of 128 dims do not fit a program: refused by name")
     inputs = random_inputs(2, 1024, keys, 5, dim, dtype=dtype, device=GPU)
     out, choice = attend(*inputs, op="triton-short")

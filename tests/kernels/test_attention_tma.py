@@ -36,13 +36,10 @@ pytestmark = [
 
 FORMS = {
     "online": {"optimistic": False},
-    "online-half": {"optimistic": False, "half_exp": True},
     "optimistic": {},
-    "half": {"half_exp": True},
     "warm": {"warm_share": 4},
-    "warm-half": {"half_exp": True, "warm_share": 4},
 }
-OPTIMISTIC = ("optimistic", "half", "warm-half")
+OPTIMISTIC = ("optimistic", "warm")
 
 
 def run(
@@ -103,7 +100,7 @@ def test_every_key_count(dtype: torch.dtype, form: str) -> None:
 @pytest.mark.parametrize("dims", [(8, 8), (40, 80), (128, 64)], ids=str)
 def test_head_dims(dims: tuple[int, int]) -> None:
     q, k, v = random_inputs(1, 17, 33, 1, dims[0], dims[1])
-    check(q, k, v, "half")
+    check(q, k, v, "optimistic")
 
 
 def test_fused_views_and_grouped_heads_beside_nan() -> None:
@@ -146,14 +143,14 @@ def test_what_a_tensor_map_cannot_hold_is_refused() -> None:
 
 def test_a_negative_scale() -> None:
     inputs = random_inputs(1, 19, 40, 1, 16)
-    for form in ("online-half", "optimistic", "warm"):
+    for form in ("online", "optimistic", "warm"):
         out, _, _ = run(*inputs, form, scale=-1.5)
         assert_close(out, reference64(*inputs, scale=-1.5))
 
 
 def test_two_runs_give_the_same_bits() -> None:
     q, k, v = random_inputs(1, 20, 70, 2, 24, dtype=torch.float16)
-    for form in ("half", "warm"):
+    for form in ("optimistic", "warm"):
         first, again = run(q * 8, k, v, form), run(q * 8, k, v, form)
         assert torch.equal(first[0], again[0])
         assert torch.equal(first[1], again[1])

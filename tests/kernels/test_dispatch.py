@@ -309,9 +309,43 @@ def test_the_off_switch_leaves_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -
 
 def test_automatic_backwards_repeat_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, (9, 0), 232448)
-    q, k, v = random_inputs(1, 64, 64, 1, 64, dtype=torch.float16)
-    assert choose(q, k, v).name == "sdpa"
-    assert choose(q.requires_grad_(), k, v).name == "triton"
+    for keys, name in ((128, "sdpa"), (77, "triton-short")):
+        q, k, v = random_inputs(1, 64, keys, 1, 64, dtype=torch.float16)
+        assert choose(q, k, v).name == name
+        assert choose(q.requires_grad_(), k, v).name == "triton"
+
+
+@pytest.mark.parametrize(
+    ("capability", "queries", "keys", "dim", "dtype", "name"),
+    [
+        ((9, 0), 4096, 77, 64, torch.float16, "triton-short"),
+        ((9, 0), 16, 16, 40, torch.bfloat16, "triton-short"),
+        ((9, 0), 4096, 77, 64, torch.float32, "sdpa"),
+        ((9, 0), 4096, 77, 80, torch.float16, "sdpa"),
+        ((9, 0), 4096, 154, 64, torch.float16, "sdpa"),
+        ((9, 0), 4096, 4096, 64, torch.float16, "sdpa"),
+        ((9, 0), 4096, 4096, 512, torch.float16, "triton-wide"),
+        ((9, 0), 4096, 4096, 512, torch.float32, "sdpa"),
+        ((9, 0), 256, 256, 512, torch.float16, "sdpa"),
+        ((8, 6), 4096, 77, 64, torch.float16, "sdpa"),
+        ((12, 0), 4096, 4096, 512, torch.float16, "sdpa"),
+    ],
+)
+def test_unmasked_attention_goes_where_a_card_was_fastest(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    queries: int,
+    keys: int,
+    dim: int,
+    dtype: torch.dtype,
+    name: str,
+) -> None:
+    pretend(monkeypatch, capability, 232448)
+    q = torch.empty(1, queries, 1, dim, dtype=dtype)
+    k = torch.empty(1, keys, 1, dim, dtype=dtype)
+    choice = choose(q, k, k)
+    assert choice.name == name
+    assert all(choice.reasons[other] for other in choice.reasons)
 
 
 def test_launches_are_counted_by_name() -> None:

@@ -5,6 +5,7 @@ It knows pointers, strides and tiles, and must not choose tiles or judge inputs.
 """
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import triton.language as tl
 from triton.compiler import ASTSource
 
 from sdx_kernels import target
-from sdx_kernels._triton.attention_launch import reach, run_ladder
+from sdx_kernels._triton.attention_launch import Bound, reach, run_ladder
 from sdx_kernels.tuning.attention import AttentionConfig, padded
 from sdx_kernels.tuning.attention_short import ShortConfig, parts_for
 
@@ -21,6 +22,7 @@ __all__ = [
     "attention_short_kernel",
     "constants_for_short",
     "launch_attention_short",
+    "plain_attention_short",
     "short_source",
 ]
 
@@ -290,6 +292,7 @@ def launch_attention_short(
     output_dtype: torch.dtype,
     with_lse: bool,
     ladder: tuple[ShortConfig, ...],
+    bind: Callable[[Bound], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Runs the kernel on BMHK tensors of one dtype with a contiguous last dim.
 
@@ -302,6 +305,8 @@ def launch_attention_short(
         output_dtype: dtype of the output.
         with_lse: also write the rows' log-sum-exp.
         ladder: launch configurations for these keys, best first.
+        bind: gets the compiled launch, whose changing arguments are query, key, value, query,
+            query, output, output and the scale in log2 units; not with a bias, mask or lse.
 
     Returns:
         `[B, Mq, H, Kv]` contiguous, and `[B, H, Mq]` fp32 (natural log) or None.
@@ -348,15 +353,7 @@ def launch_attention_short(
             with_lse=with_lse,
             align=align,
         )
-        kernel[(batch * heads * parts, 1, 1)](
-            query,
-            key,
-            value,
-            query if bias is None else bias,
-            query if key_mask is None else key_mask,
-            out,
-            out if lse is None else lse,
-            scale if bias is not None else scale * LOG2E,
+        fixed = (
             *(stride // align for t in (query, key, value) for stride in t.stride()[:3]),
             *bias_strides,
             *mask_strides,
@@ -365,11 +362,24 @@ def launch_attention_short(
             queries,
             keys,
             parts,
+        )
+        compiled = kernel[(batch * heads * parts, 1, 1)](
+            query,
+            key,
+            value,
+            query if bias is None else bias,
+            query if key_mask is None else key_mask,
+            out,
+            out if lse is None else lse,
+            scale if bias is not None else scale * LOG2E,
+            *fixed,
             **constants,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             enable_fp_fusion=True,
         )
+        if bind is not None and compiled is not None:
+            bind(Bound(compiled, kernel, batch * heads * parts, fixed, constants))
 
     step_key = (
         "short", facts, query.dtype, bias_dtype, key_mask is None, head_dim, value_dim, ladder,
@@ -377,3 +387,53 @@ def launch_attention_short(
     with torch.cuda.device(device) if query.is_cuda else contextlib.nullcontext():
         run_ladder(step_key, ladder, launch)
     return out, lse
+
+
+#: compiled launches of plain calls, by all that decides them besides alignment
+_bound: dict[tuple[object, ...], Bound] = {}
+_MOST_BOUND = 4096
+
+
+def plain_attention_short(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    ladder: tuple[ShortConfig, ...],
+) -> torch.Tensor:
+    """`launch_attention_short` without bias, mask and lse, for calls that come 140 times a step.
+
+    Raises:
+        LaunchRefused: the driver has too few resources for every configuration.
+    """
+    tensors = (query, key, value)
+    device = query.device
+    aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
+    kind = (
+        query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
+        query.dtype, device, ladder,
+    )  # fmt: skip
+    bound = _bound.get(kind) if aligned else None
+    if bound is not None and device.index == torch.cuda.current_device():
+        batch, queries, heads, _ = query.shape
+        out = query.new_empty((batch, queries, heads, value.shape[3]))
+        bound(query, key, value, query, query, out, out, scale * LOG2E)
+        return out
+
+    def bind(compiled: Bound) -> None:
+        if len(_bound) >= _MOST_BOUND:
+            _bound.clear()
+        _bound[kind] = compiled
+
+    # a query that is too far-strided is copied on the way: nothing to be launched again as it is
+    known = aligned and reach(query, 1) is query
+    return launch_attention_short(
+        *tensors,
+        None,
+        scale=scale,
+        output_dtype=query.dtype,
+        with_lse=False,
+        ladder=ladder,
+        bind=bind if known else None,
+    )[0]

@@ -37,21 +37,6 @@ FP16_MAX = 65504.0
 
 
 @triton.jit
-def _half_exp2(x, ASM: tl.constexpr):
-    """2 to the power of fp16 values, in fp16, two an instruction: half the special-function time.
-
-    The interpreter knows no assembly: it rounds what fp32 gives, which errs no more.
-    """
-    if ASM:
-        p = tl.inline_asm_elementwise(
-            "ex2.approx.f16x2 $0, $1;", "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2
-        )
-    else:
-        p = tl.math.exp2(x.to(tl.float32)).to(tl.float16)
-    return p
-
-
-@triton.jit
 def _product(q, k_desc, b, kv_h, n, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
     """[BLOCK_M, BLOCK_N] of q · kᵀ, unscaled; keys beyond the end are zeros."""
     k = tl.reshape(k_desc.load([b, kv_h, n, 0]), (BLOCK_N, q.shape[1]))
@@ -62,7 +47,7 @@ def _product(q, k_desc, b, kv_h, n, BLOCK_N: tl.constexpr, PRECISION: tl.constex
 def _step(
     d, acc, l_i, r_i, v_desc, b, kv_h, n, scale, Mk,
     BLOCK_N: tl.constexpr, EDGE: tl.constexpr, ONLINE: tl.constexpr, POSITIVE: tl.constexpr,
-    HALF: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys n … n + BLOCK_N with products d; r_i is each row's reference, log2 units."""
     s = d * scale
@@ -79,11 +64,7 @@ def _step(
         l_i = l_i * alpha
         acc = acc * alpha[:, None]
         r_i = r_new
-    if HALF == 0:
-        p = tl.math.exp2(s - reference[:, None])
-    else:
-        # the sum is of the rounded weights, those that multiply the values
-        p = _half_exp2((s - reference[:, None]).to(tl.float16), HALF == 1).to(tl.float32)
+    p = tl.math.exp2(s - reference[:, None])
     l_i += tl.sum(p, 1)
     v = tl.reshape(v_desc.load([b, kv_h, n, 0]), (BLOCK_N, acc.shape[1]))
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
@@ -94,14 +75,14 @@ def _step(
 def _sweep(
     acc, l_i, r_i, q, k_desc, v_desc, b, kv_h, start, end, scale, Mk,
     BLOCK_N: tl.constexpr, EDGE: tl.constexpr, ONLINE: tl.constexpr, POSITIVE: tl.constexpr,
-    HALF: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Blocks of keys from start to end; EDGE: some of the last one's do not exist."""
     for n in range(start, end, BLOCK_N):
         d = _product(q, k_desc, b, kv_h, n, BLOCK_N, PRECISION)
         acc, l_i, r_i = _step(
             d, acc, l_i, r_i, v_desc, b, kv_h, n, scale, Mk,
-            BLOCK_N, EDGE, ONLINE, POSITIVE, HALF, PRECISION,
+            BLOCK_N, EDGE, ONLINE, POSITIVE, PRECISION,
         )  # fmt: skip
     return acc, l_i, r_i
 
@@ -111,7 +92,7 @@ def _sweep(
 def attention_tma_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, redo_ptr, scale, H, group, Mq, Mk, warm,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    OPTIMISTIC: tl.constexpr, WARM: tl.constexpr, POSITIVE: tl.constexpr, HALF: tl.constexpr,
+    OPTIMISTIC: tl.constexpr, WARM: tl.constexpr, POSITIVE: tl.constexpr,
     LIMIT: tl.constexpr, REDO: tl.constexpr, COUNT: tl.constexpr, WRITE_LSE: tl.constexpr,
     PRECISION: tl.constexpr, OUT: tl.constexpr, LN2: tl.constexpr,
 ):  # fmt: skip
@@ -139,7 +120,7 @@ def attention_tma_kernel(
             trusted = tl.minimum(warm, inner)
             acc, l_i, r_i = _sweep(
                 acc, l_i, r_i, q, k_desc, v_desc, b, kv_h, 0, trusted, scale, Mk,
-                BLOCK_N, False, True, POSITIVE, HALF, PRECISION,
+                BLOCK_N, False, True, POSITIVE, PRECISION,
             )  # fmt: skip
         else:
             d = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -152,13 +133,13 @@ def attention_tma_kernel(
     guess = r_i
     acc, l_i, r_i = _sweep(
         acc, l_i, r_i, q, k_desc, v_desc, b, kv_h, trusted, inner, scale, Mk,
-        BLOCK_N, False, not OPTIMISTIC, POSITIVE, HALF, PRECISION,
+        BLOCK_N, False, not OPTIMISTIC, POSITIVE, PRECISION,
     )  # fmt: skip
     total = l_i
     # the last block, where keys may be missing, in the online form
     acc, l_i, r_i = _sweep(
         acc, l_i, r_i, q, k_desc, v_desc, b, kv_h, inner, Mk, scale, Mk,
-        BLOCK_N, True, True, False, HALF, PRECISION,
+        BLOCK_N, True, True, False, PRECISION,
     )  # fmt: skip
     if OPTIMISTIC:
         # comparisons that NaN fails: what is not known to be right is done again
@@ -177,11 +158,11 @@ def attention_tma_kernel(
             acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
             acc, l_i, r_i = _sweep(
                 acc, l_i, r_i, q, k_desc, v_desc, b, kv_h, 0, inner, scale, Mk,
-                BLOCK_N, False, True, POSITIVE, HALF, PRECISION,
+                BLOCK_N, False, True, POSITIVE, PRECISION,
             )  # fmt: skip
             acc, l_i, r_i = _sweep(
                 acc, l_i, r_i, q, k_desc, v_desc, b, kv_h, inner, Mk, scale, Mk,
-                BLOCK_N, True, True, False, HALF, PRECISION,
+                BLOCK_N, True, True, False, PRECISION,
             )  # fmt: skip
     # a row with nothing to attend has a sum of 0 and an accumulator of 0, and gives exactly 0
     safe = tl.where(l_i == 0.0, 1.0, l_i)
@@ -209,8 +190,6 @@ def constants_for_tma(
     count: bool = False,
 ) -> dict[str, object]:
     """The kernel's compile-time arguments; also what the ahead-of-time check compiles."""
-    # the sums of rounded weights are off by 1e-4, too much for a log-sum-exp and for fp32
-    half = config.half_exp and not with_lse and dtype != torch.float32
     return {
         "BLOCK_D": padded(head_dim),
         "BLOCK_DV": padded(value_dim),
@@ -219,9 +198,8 @@ def constants_for_tma(
         "OPTIMISTIC": config.optimistic,
         "WARM": config.warm_share != 0,
         "POSITIVE": positive,
-        "HALF": (2 if target.interpreting() else 1) if half else 0,
         # a bf16 weight reaches as far as the fp32 sum does
-        "LIMIT": FP16_MAX if dtype == torch.float16 or half else math.inf,
+        "LIMIT": FP16_MAX if dtype == torch.float16 else math.inf,
         "REDO": True,
         "COUNT": count,
         "WRITE_LSE": with_lse,

@@ -92,7 +92,8 @@ def attention_wide_rows_kernel(
             allowed = allowed_keys(rows, keys, exists, low, high, LEFT, RIGHT)
             p = tl.math.exp2((s - lse[:, None]) * LOG2E)
             total += tl.sum(tl.where(allowed, p, 0.0), 1)
-        norm = tl.where(size >= HUGE, total, 1.0)
+        # a row that attends nothing has a sum of 0, and gradients of 0 only through a norm of 1
+        norm = tl.where((size >= HUGE) & (total > 0.0), total, 1.0)
     tl.store(norm_ptr + place, norm, mask=rows_inside)
 
 

@@ -146,7 +146,9 @@ def _two_passes(config: WideConfig, kind: WideKind) -> tuple[Program, Program, P
 
 def _rows(config: WideGradConfig, kind: WideKind) -> Program:
     constants = _score_constants(config.rows, kind, config.precision)
-    constants |= {"DV": kind.value_dim, "HUGE": HUGE_LSE}
+    # in fp32 the log-sum-exp's own rounding shows in every weight: dk missed the tolerance by 0.3 %
+    huge = 0.0 if kind.dtype == torch.float32 else HUGE_LSE
+    constants |= {"DV": kind.value_dim, "HUGE": huge}
     return _program(attention_wide_rows_kernel, config.rows, kind, constants)
 
 

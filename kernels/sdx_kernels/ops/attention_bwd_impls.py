@@ -13,7 +13,6 @@ from sdx_kernels.checks import AttentionInputs, Signature
 from sdx_kernels.ops.attention_impls import structure_of
 from sdx_kernels.ops.attention_reasons import DTYPES, OLDEST, dtype_reason, triton_reasons
 from sdx_kernels.ops.attention_triton_impls import (
-    NOT_RUN_YET,
     unit_stride,
     wide_kind,
     width_reason,
@@ -157,7 +156,7 @@ BACKWARD = Operator(
     implementations=(
         Impl(
             name="triton",
-            priority=NOT_RUN_YET,
+            priority=30,
             reasons=_reasons,
             run=_run,
             closest=(
@@ -167,7 +166,7 @@ BACKWARD = Operator(
         ),
         Impl(
             name="triton-wide",
-            priority=NOT_RUN_YET,
+            priority=20,
             reasons=_wide_reasons,
             run=_run_wide,
             closest=f"head dims up to {MAX_WIDE_DIM}, no packed sequences, p=0.0",

@@ -12,7 +12,7 @@ from sdx_kernels.ops.attention_triton_impls import TRITON_IMPLEMENTATIONS
 from sdx_kernels.reference.attention_chunks import attention_forward
 from sdx_kernels.reference.structures import Structure
 from sdx_kernels.registry import TOLERANCE, Impl, Operator
-from sdx_kernels.tuning.attention import preference
+from sdx_kernels.tuning.attention_order import preference
 
 __all__ = ["OPERATOR", "TORCH_NAMES", "structure_of"]
 

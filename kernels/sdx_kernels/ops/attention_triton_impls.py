@@ -1,7 +1,7 @@
 """Our kernels as implementations: the portable one, and those for one kind of shape each.
 
-The latter run when named. Automatic choice passes them over until a table of measured times says
-where they are the fastest; nothing is timed at run time.
+The latter run when named, and where the table of measured times in `tuning.attention_order` says
+that they are the fastest; nothing is timed at run time.
 """
 
 import functools
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sdx_kernels import target
 from sdx_kernels.checks import AttentionInputs, Signature
 from sdx_kernels.ops.attention_reasons import HALF, OLDEST, triton_reasons
 from sdx_kernels.registry import TOLERANCE, Impl
@@ -29,14 +30,14 @@ from sdx_kernels.tuning.attention_wide import (
     MAX_WIDE_DIM,
     WideConfig,
     WideKind,
+    WideOnePassConfig,
     wide_ladder_for,
 )
 
-__all__ = ["NOT_RUN_YET", "TRITON_IMPLEMENTATIONS", "unit_stride", "wide_kind", "width_reason"]
+__all__ = ["BY_NAME", "TRITON_IMPLEMENTATIONS", "unit_stride", "wide_kind", "width_reason"]
 
-#: priority of kernels that are interpreted and compiled in tests but that no card has run yet:
-#: they run when named
-NOT_RUN_YET = -1
+#: priority of kernels that run when named or where a table of measured times prefers them
+BY_NAME = -1
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -141,6 +142,7 @@ def _short_ladder(s: Signature) -> tuple[ShortConfig, ...]:
         s.keys,
         s.bias != "none",
         s.target.shared_memory_bytes or None,
+        queries=s.queries,
     )
 
 
@@ -162,6 +164,36 @@ def _run_short(inputs: AttentionInputs) -> Result:
         bias=None if inputs.bias is None else inputs.bias.resolve_neg(),
         key_mask=inputs.key_mask,
         ladder=_short_ladder(inputs.signature),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _plain_ladder(
+    query: torch.Size, key: torch.Size, value: torch.Size, dtype: torch.dtype, card: target.Target
+) -> tuple[ShortConfig, ...]:
+    return ladder_for_short(
+        card.capability or _DESCRIPTORS,
+        query[3],
+        value[3],
+        dtype,
+        key[1],
+        shared_memory_bytes=card.shared_memory_bytes or None,
+        queries=query[1],
+    )
+
+
+def _plain_short(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    from sdx_kernels._triton.attention_short import plain_attention_short
+
+    card = target.of(query.device)
+    return plain_attention_short(
+        unit_stride(query),
+        unit_stride(key),
+        unit_stride(value),
+        scale=scale,
+        ladder=_plain_ladder(query.shape, key.shape, value.shape, query.dtype, card),
     )
 
 
@@ -214,7 +246,7 @@ def wide_kind(s: Signature) -> WideKind:
 
 
 @functools.lru_cache(maxsize=1024)
-def _wide_ladder(s: Signature) -> tuple[WideConfig, ...]:
+def _wide_ladder(s: Signature) -> tuple[WideConfig | WideOnePassConfig, ...]:
     limit = s.target.shared_memory_bytes or None
     return wide_ladder_for(s.target.capability or OLDEST, wide_kind(s), limit)
 
@@ -256,7 +288,7 @@ TRITON_IMPLEMENTATIONS = (
     ),
     Impl(
         name="triton-wide",
-        priority=NOT_RUN_YET,
+        priority=BY_NAME,
         reasons=_wide_reasons,
         run=_run_wide,
         tolerance=TOLERANCE,
@@ -267,15 +299,16 @@ TRITON_IMPLEMENTATIONS = (
     ),
     Impl(
         name="triton-short",
-        priority=NOT_RUN_YET,
+        priority=BY_NAME,
         reasons=_short_reasons,
         run=_run_short,
+        plain=_plain_short,
         tolerance=TOLERANCE,
         closest=f"at most {MAX_SHORT_KEYS} keys, head dims up to {MAX_SHORT_HEAD_DIM}, 16 bits",
     ),
     Impl(
         name="triton-tma",
-        priority=NOT_RUN_YET,
+        priority=BY_NAME,
         reasons=_tma_reasons,
         run=_run_tma,
         tolerance=TOLERANCE,

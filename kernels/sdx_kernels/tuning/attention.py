@@ -1,4 +1,4 @@
-"""Launch configurations of the attention kernel and the order in which implementations are tried.
+"""Launch configurations of the portable attention kernel.
 
 Pure functions of architecture, shape class and dtype: no device is asked and nothing is timed.
 """
@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sdx_kernels.checks import Signature
-
-__all__ = ["AttentionConfig", "config_for", "ladder_for", "preference", "shared_bytes"]
+__all__ = ["AttentionConfig", "config_for", "ladder_for", "shared_bytes"]
 
 TABLE_VERSION = 1
 
@@ -118,6 +116,12 @@ _LADDERS: dict[tuple[int, int, str], _Ladder] = {
     (256, 4, "dropout"): (_FP32_ANY,),
 }
 
+_WARPGROUPS = (
+    "Triton 3.6 makes wrong code of 64 x 16 with 8 warps for sm_90 (an H200 gave wrong rows and "
+    "illegal addresses at head dim 160); 64 x 32 is right and does not spill there"
+)
+_TWO_WARPGROUPS = (AttentionConfig(64, 32, 8, 2, _WARPGROUPS), _SMALLEST)
+
 #: where an architecture (major capability) needs another ladder
 _OVERRIDES: dict[tuple[int, int, int, str], _Ladder] = {
     (10, 64, 2, "plain"): (
@@ -125,6 +129,8 @@ _OVERRIDES: dict[tuple[int, int, int, str], _Ladder] = {
         AttentionConfig(64, 64, 4, 2, _NARROW),
         _TWO_BYTES_NARROW,
     ),
+    (9, 160, 2, "banded"): _TWO_WARPGROUPS,
+    (9, 160, 2, "dropout"): _TWO_WARPGROUPS,
     (10, 96, 2, "biased"): (
         AttentionConfig(64, 32, 8, 1, "2 stages spill 12 bytes on sm_100 at head dim 80"),
         _TWO_BYTES_NARROW,
@@ -260,69 +266,3 @@ def config_for(
         dropout=dropout,
     )
     return ladder[0] if ladder else None
-
-
-@dataclass(frozen=True)
-class Preference:
-    """Where one implementation is known to be the faster one."""
-
-    name: str
-    capabilities: tuple[int, ...]
-    head_dims: tuple[int, int]
-    queries: tuple[int, int]
-    keys: tuple[int, int]
-    dtypes: tuple[torch.dtype, ...]
-    source: str
-
-    def holds(self, s: Signature) -> bool:
-        """Whether the signature is in this entry's range (bounds inclusive)."""
-        major = s.target.capability[0] if s.target.capability else -1
-        return (
-            (not self.capabilities or major in self.capabilities)
-            and self.head_dims[0] <= max(s.head_dim, s.value_dim) <= self.head_dims[1]
-            and self.queries[0] <= s.queries <= self.queries[1]
-            and self.keys[0] <= s.keys <= self.keys[1]
-            and s.dtype in self.dtypes
-        )
-
-
-_HALF = (torch.float16, torch.bfloat16)
-_ANY = (0, 1 << 62)
-
-#: unmasked attention on NVIDIA cards, first match wins
-_PREFERENCES: tuple[Preference, ...] = (
-    Preference(
-        "sdpa",
-        (9,),
-        (1, 512),
-        _ANY,
-        _ANY,
-        _HALF,
-        "torch's kernel (cuDNN) is the faster one here: H200, fp16, 0.189 against 0.199 ms at "
-        "2x10x4096^2 D 64, 0.154 against 0.338 ms at D 40, 0.417 against 0.496 ms at D 128",
-    ),
-    Preference(
-        "sdpa",
-        (),
-        (1, 1 << 62),
-        _ANY,
-        _ANY,
-        (*_HALF, torch.float32, torch.float64),
-        "not timed on this architecture yet, so torch's own kernel is kept",
-    ),
-)
-
-
-def preference(signature: Signature) -> tuple[tuple[str, ...], str]:
-    """Names to try first for unmasked attention, and why; ((), "") = by priority.
-
-    Masked attention goes by priority: torch has no kernel that reads a mask by strides and gives
-    0 for rows with nothing to attend on every backend.
-    """
-    s = signature
-    if s.target.kind != "cuda" or s.bias != "none" or s.structure:
-        return (), ""
-    for entry in _PREFERENCES:
-        if entry.holds(s):
-            return (entry.name,), entry.source
-    return (), ""

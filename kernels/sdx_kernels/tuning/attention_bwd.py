@@ -3,7 +3,7 @@
 Pure functions of architecture, shape class and dtype: no device is asked and nothing is timed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -211,3 +211,31 @@ def backward_ladder_for(
     }
     needed = KERNELS if bias_grad else KERNELS[:3]
     return BackwardLadder(**steps) if all(steps[kernel] for kernel in needed) else None
+
+
+#: (keys' kernel, queries' kernel) that a benchmark tries beside the ladder on compute capability
+#: 9.0 at head dim 64 in 16 bits: none spills there
+_TRIED = (
+    ((64, 128, 8, 1), (128, 64, 8, 3)),
+    ((64, 128, 8, 1), (128, 128, 8, 2)),
+    ((64, 128, 8, 1), (128, 64, 4, 2)),
+    ((32, 128, 8, 3), (64, 64, 4, 3)),
+)
+
+
+def candidates(
+    capability: tuple[int, int], head_dim: int, value_dim: int, dtype: torch.dtype
+) -> dict[str, BackwardLadder]:
+    """Ladders beyond the shipped one that a benchmark may try, by name; unmasked only."""
+    shipped = backward_ladder_for(capability, head_dim, value_dim, dtype)
+    square = head_dim == value_dim == 64 and dtype.itemsize == 2
+    if shipped is None or capability[0] != 9 or not square:
+        return {}
+    return {
+        f"keys-{'x'.join(map(str, keys))}-queries-{'x'.join(map(str, queries))}": replace(
+            shipped,
+            keys=_one(*keys, "candidate, not timed yet"),
+            queries=_one(*queries, "candidate, not timed yet"),
+        )
+        for keys, queries in _TRIED
+    }

@@ -31,14 +31,10 @@ class TmaConfig(AttentionConfig):
         warm_share: sixteenths of the keys that go through the online form before the reference is
             kept; 0 = the first block's maximum is all. More means fewer redone tiles where scores
             are peaked, and more of the slower form.
-        half_exp: whether weights are exponentials of fp16 differences, two an instruction: half
-            the time of the unit that bounds the kernel, for weights rounded as the products
-            round them anyway.
     """
 
     optimistic: bool = True
     warm_share: int = 0
-    half_exp: bool = False
 
 
 def warm_keys(config: TmaConfig, keys: int) -> int:
@@ -74,6 +70,12 @@ _LADDERS: dict[tuple[int, bool], tuple[TmaConfig, ...]] = {
     (128, True): (TmaConfig(128, 64, 8, 3, _WIDE), TmaConfig(128, 64, 8, 2, _SPLIT)),
 }
 
+#: the first step on compute capability 9.x, where a card timed another one as the fastest
+_FIRST_ON_9: dict[str, TmaConfig] = {
+    "ragged": TmaConfig(128, 64, 4, 3, _FASTEST_40),
+    "wide": TmaConfig(64, 64, 4, 3, "fastest of those tried at D 80 and D 128 on an H200"),
+}
+
 
 def ladder_for_tma(
     capability: tuple[int, int],
@@ -103,10 +105,13 @@ def ladder_for_tma(
     if shared_memory_bytes is None:
         shared_memory_bytes = SHARED_MEMORY.get(capability, 49152)
     width = max(64, padded(max(dims)))
+    steps = _LADDERS[width, keys <= 2048]
+    if capability[0] == 9 and (width == 128 or (max(dims) < 64 and keys > 2048)):
+        steps = (_FIRST_ON_9["wide" if width == 128 else "ragged"], *steps)
     online = dtype == torch.float16 and keys >= _MOST_OPTIMISTIC_FP16_KEYS
     return tuple(
         replace(config, optimistic=False, source=_ONLINE) if online else config
-        for config in _LADDERS[width, keys <= 2048]
+        for config in steps
         if tma_shared_bytes(config, head_dim, value_dim, dtype.itemsize) <= shared_memory_bytes
     )
 
@@ -115,32 +120,17 @@ def ladder_for_tma(
 _TRIED: dict[int, tuple[TmaConfig, ...]] = {
     64: (
         TmaConfig(64, 128, 4, 3, ""),
-        TmaConfig(64, 128, 4, 3, "", half_exp=True),
         TmaConfig(64, 128, 4, 3, "", warm_share=1),
-        TmaConfig(64, 128, 4, 3, "", half_exp=True, warm_share=1),
-        TmaConfig(64, 128, 4, 3, "", half_exp=True, warm_share=2),
         TmaConfig(64, 128, 4, 3, "", optimistic=False),
-        TmaConfig(64, 128, 4, 3, "", half_exp=True, optimistic=False),
         TmaConfig(64, 128, 4, 2, ""),
-        TmaConfig(64, 128, 4, 2, "", half_exp=True),
         TmaConfig(64, 64, 4, 3, ""),
-        TmaConfig(64, 64, 4, 3, "", half_exp=True),
-        TmaConfig(64, 64, 4, 3, "", half_exp=True, warm_share=1),
-        TmaConfig(64, 64, 4, 4, "", half_exp=True),
         TmaConfig(128, 64, 4, 3, ""),
-        TmaConfig(128, 64, 4, 3, "", half_exp=True),
-        TmaConfig(128, 128, 8, 3, "", half_exp=True),
     ),
     128: (
         TmaConfig(128, 128, 8, 2, ""),
-        TmaConfig(128, 128, 8, 2, "", half_exp=True),
         TmaConfig(128, 64, 8, 3, ""),
-        TmaConfig(128, 64, 8, 3, "", half_exp=True),
-        TmaConfig(64, 64, 4, 3, ""),
-        TmaConfig(64, 64, 4, 3, "", half_exp=True),
-        TmaConfig(64, 64, 4, 2, "", half_exp=True),
-        TmaConfig(64, 128, 4, 2, "", half_exp=True),
-        TmaConfig(128, 128, 8, 2, "", half_exp=True, optimistic=False),
+        TmaConfig(64, 64, 4, 2, ""),
+        TmaConfig(128, 128, 8, 2, "", optimistic=False),
     ),
 }
 
@@ -162,7 +152,6 @@ def candidates(
         name = (
             f"tma-{config.block_m}x{config.block_n}x{config.num_warps}w{config.num_stages}s"
             + ("" if config.optimistic else "-online")
-            + ("-half" if config.half_exp else "")
             + tail
         )
         if (
