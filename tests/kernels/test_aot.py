@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from sdx_kernels.tuning.attention_short import ShortConfig
+
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
-from sdx_kernels._triton.aot import ARCHITECTURES, FAMILIES, digest, launches, record
+from sdx_kernels._triton import attention_special_aot
+from sdx_kernels._triton.aot import ARCHITECTURES, FAMILIES, SOURCES, digest, launches, record
 
 #: what the PTX of a product holds, by architecture
 CORES = {
@@ -85,23 +88,34 @@ def test_the_record_is_of_these_sources() -> None:
     # every configuration takes some ten minutes a card, so its result is kept; whoever changes a
     # kernel or a table compiles its family again:
     #   python -m sdx_kernels._triton.aot --record docs/kernels/aot.json 80:FAMILY 86:FAMILY …
-    for family, entry in json.loads(RECORD.read_text()).items():
-        assert entry["sources"] == digest(family), f"{family} has changed since it was compiled"
-        for architecture, run in entry["architectures"].items():
-            expected = sum(1 for _ in launches(int(architecture), (family,)))
-            assert run["launches"] == expected
+    for family, runs in json.loads(RECORD.read_text()).items():
+        for architecture, run in runs.items():
+            changed = f"{family} has changed on sm_{architecture} since it was compiled"
+            assert run["sources"] == digest(family, int(architecture)), changed
+            assert run["launches"] == sum(1 for _ in launches(int(architecture), (family,)))
             assert run["not_clean"] == []
 
 
-def test_a_record_forgets_what_other_sources_gave(
+def test_a_digest_knows_code_and_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = digest("short", 86)
+    tile = ShortConfig(64, 64, 8, 1, "another", rest=16)
+    monkeypatch.setattr(attention_special_aot, "ladder_for_short", lambda *_, **__: (tile,))
+    assert digest("short", 86) != before
+    monkeypatch.undo()
+    assert digest("short", 86) == before
+    monkeypatch.setitem(SOURCES, "short", ("attention_short.py", "attention_parts.py"))
+    assert digest("short", 86) != before
+
+
+def test_a_record_replaces_what_other_sources_gave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "aot.json"
     clean = {"family": "short", "architecture": 86, "clean": True}
     record(file, [clean, {**clean, "clean": False}])
     record(file, [{**clean, "architecture": 90}])
-    runs = json.loads(file.read_text())["short"]["architectures"]
+    runs = json.loads(file.read_text())["short"]
     assert {name: len(run["not_clean"]) for name, run in runs.items()} == {"86": 1, "90": 0}
-    monkeypatch.setattr("sdx_kernels._triton.aot.digest", lambda family: "another")
-    record(file, [{**clean, "architecture": 120}])
-    assert set(json.loads(file.read_text())["short"]["architectures"]) == {"120"}
+    record(file, [clean])
+    runs = json.loads(file.read_text())["short"]
+    assert {name: len(run["not_clean"]) for name, run in runs.items()} == {"86": 0, "90": 0}

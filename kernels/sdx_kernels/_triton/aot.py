@@ -37,21 +37,13 @@ FAMILIES: dict[str, Callable[[int], Iterator[Launch]]] = {
 }
 
 
-#: what decides a family's launches, relative to the package
+#: the device code of a family, relative to this file
 SOURCES: dict[str, tuple[str, ...]] = {
-    "forward": (
-        "_triton/attention_fwd*.py",
-        "_triton/attention_parts.py",
-        "tuning/attention.py",
-    ),
-    "backward": (
-        "_triton/attention_bwd*.py",
-        "_triton/attention_parts.py",
-        "tuning/attention_bwd.py",
-    ),
-    "wide": ("_triton/attention_wide*.py", "tuning/attention_wide.py"),
-    "short": ("_triton/attention_short.py", "tuning/attention_short.py"),
-    "tma": ("_triton/attention_tma.py", "tuning/attention_tma.py"),
+    "forward": ("attention_fwd*.py", "attention_parts.py"),
+    "backward": ("attention_bwd*.py", "attention_parts.py"),
+    "wide": ("attention_wide*.py",),
+    "short": ("attention_short.py",),
+    "tma": ("attention_tma.py",),
 }
 
 
@@ -73,16 +65,23 @@ def facts(launch: Launch, architecture: int) -> dict[str, Any]:
     return {"family": launch.family, **launch.key, **asdict(made), "clean": clean}
 
 
-def digest(family: str) -> str:
-    """Sixteen hex digits of all that decides what a family's launches compile to."""
-    here = Path(__file__).parent
-    both = hashlib.sha256()
+def digest(family: str, architecture: int) -> str:
+    """Sixteen hex digits of all that decides what a family's launches compile to on a card.
+
+    The code, and each launch with its compile-time arguments: a table's new step for one card asks
+    for nothing on the others.
+    """
+    everything = hashlib.sha256()
     for pattern in SOURCES[family]:
-        found = sorted(here.parent.glob(pattern))
+        found = sorted(Path(__file__).parent.glob(pattern))
         assert found, pattern
         for file in found:
-            both.update(file.name.encode() + file.read_bytes())
-    return both.hexdigest()[:16]
+            everything.update(file.name.encode() + file.read_bytes())
+    for launch in launches(architecture, (family,)):
+        source = launch.source
+        parts = (launch.key, source.signature, source.constants, source.attrs)
+        everything.update(f"{parts} {launch.num_warps} {launch.num_stages}".encode())
+    return everything.hexdigest()[:16]
 
 
 def record(file: Path, found: list[dict[str, Any]]) -> None:
@@ -97,15 +96,12 @@ def record(file: Path, found: list[dict[str, Any]]) -> None:
     for fact in found:
         runs.setdefault((fact["family"], str(fact["architecture"])), []).append(fact)
     for (family, architecture), facts_of_run in runs.items():
-        now = {"triton": triton.__version__, "sources": digest(family)}
-        entry = known.get(family, {})
-        if {key: entry.get(key) for key in now} != now:
-            entry = {**now, "architectures": {}}
-        entry["architectures"][architecture] = {
+        known.setdefault(family, {})[architecture] = {
+            "triton": triton.__version__,
+            "sources": digest(family, int(architecture)),
             "launches": len(facts_of_run),
             "not_clean": [fact for fact in facts_of_run if not fact["clean"]],
         }
-        known[family] = entry
     file.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
 
 

@@ -361,6 +361,7 @@ def launch_attention_tma(
             **constants,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            maxnreg=config.registers or None,
             enable_fp_fusion=True,
         )
 

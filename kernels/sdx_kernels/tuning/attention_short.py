@@ -150,8 +150,10 @@ def ladder_for_short(
 
 #: (rows, warps, stages, programs a multiprocessor): what a benchmark tries beside the ladder
 _TRIED = (
-    (64, 4, 2, 4),
+    (64, 4, 3, 2),
+    (64, 4, 3, 3),
     (64, 4, 3, 4),
+    (64, 4, 4, 3),
     (128, 8, 1, 0),
     (32, 2, 1, 0),
 )

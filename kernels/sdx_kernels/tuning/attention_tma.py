@@ -31,10 +31,13 @@ class TmaConfig(AttentionConfig):
         warm_share: sixteenths of the keys that go through the online form before the reference is
             kept; 0 = the first block's maximum is all. More means fewer redone tiles where scores
             are peaked, and more of the slower form.
+        registers: most registers a thread, so that more programs fit a multiprocessor; 0 = as many
+            as the compiler likes.
     """
 
     optimistic: bool = True
     warm_share: int = 0
+    registers: int = 0
 
 
 def warm_keys(config: TmaConfig, keys: int) -> int:
@@ -124,6 +127,9 @@ _TRIED: dict[int, tuple[TmaConfig, ...]] = {
         TmaConfig(64, 128, 4, 3, "", optimistic=False),
         TmaConfig(64, 128, 4, 2, ""),
         TmaConfig(64, 64, 4, 3, ""),
+        TmaConfig(64, 64, 4, 2, "", registers=104),
+        TmaConfig(64, 32, 4, 3, ""),
+        TmaConfig(64, 32, 4, 4, ""),
         TmaConfig(128, 64, 4, 3, ""),
     ),
     128: (
@@ -153,6 +159,7 @@ def candidates(
             f"tma-{config.block_m}x{config.block_n}x{config.num_warps}w{config.num_stages}s"
             + ("" if config.optimistic else "-online")
             + tail
+            + (f"-r{config.registers}" if config.registers else "")
         )
         if (
             tma_shared_bytes(tried, head_dim, value_dim, dtype.itemsize) <= limit
