@@ -18,6 +18,7 @@ from sdx_kernels import (
 from sdx_kernels.checks import attention_inputs
 from sdx_kernels.ops.attention_impls import structure_of
 from sdx_kernels.reference.attention_chunks import attention_backward, attention_forward
+from sdx_kernels.reference.dropout import keep_mask
 from sdx_kernels.testing import REAL_SHAPES, largest_error, random_inputs
 
 pytestmark = pytest.mark.gpu
@@ -159,15 +160,48 @@ def test_tensor_descriptors(dim: int, times: float, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dropout_drops_the_same_weights_as_the_reference(dtype: torch.dtype) -> None:
     tensors = random_inputs(2, 129, 257, 3, 64, dtype=dtype, device=GPU)
-    found = []
-    for op in ("triton", "reference"):
-        torch.manual_seed(5)
-        q, k, v = (t.clone().requires_grad_() for t in tensors)
-        out = memory_efficient_attention(q, k, v, LowerTriangularFromBottomRightMask(), 0.3, op=op)
-        found.append((out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))))
-    for ours, theirs in zip(*found, strict=True):
-        scale = float(theirs.abs().max())
-        assert largest_error(ours, theirs) <= 8 * torch.finfo(dtype).eps * max(scale, 1.0)
+    mask, p = LowerTriangularFromBottomRightMask(), 0.3
+    torch.manual_seed(5)
+    seed = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=GPU)
+    kept = keep_mask(seed, 2, 3, range(129), range(257), p).double() / (1 - p)
+    allowed = mask.allowed((2, 3, 129, 257), GPU)
+
+    def by_hand(kind: torch.dtype) -> tuple[torch.Tensor, ...]:
+        wide = torch.promote_types(kind, torch.float32)
+        q, k, v = (t.detach().to(kind).requires_grad_() for t in tensors)
+        scores = torch.einsum("bmhk,bnhk->bhmn", q, k).to(wide) * q.shape[-1] ** -0.5
+        weights = torch.softmax(scores.masked_fill(~allowed, -torch.inf), -1) * kept.to(wide)
+        out = torch.einsum("bhmn,bnhk->bmhk", weights.to(kind), v)
+        return out.detach(), *torch.autograd.grad(out.to(wide).square().sum(), (q, k, v))
+
+    torch.manual_seed(5)
+    q, k, v = (t.clone().requires_grad_() for t in tensors)
+    out = memory_efficient_attention(q, k, v, mask, p, op="triton")
+    found = out.detach(), *torch.autograd.grad(out.float().square().sum(), (q, k, v))
+    rows = zip(found, by_hand(torch.float64), by_hand(dtype), strict=True)
+    for index, (ours, exact, theirs) in enumerate(rows):
+        factor = 3.0 if index else 2.0
+        eps = torch.finfo(dtype).eps
+        bound = max(factor * largest_error(theirs, exact), 4 * eps * float(exact.abs().max()))
+        assert largest_error(ours, exact) <= bound, index
+
+
+@pytest.mark.parametrize("op", ["triton-short", "triton-tma"])
+def test_a_launch_that_is_known_takes_new_tensors(op: str) -> None:
+    if op == "triton-tma" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("tensor descriptors are plain loads before sm_90")
+    keys = 77 if op == "triton-short" else 1024
+    for seed in range(3):
+        q, k, v = random_inputs(2, 1024, keys, 5, 64, dtype=torch.bfloat16, device=GPU, seed=seed)
+        for scale in (None, 0.5):
+            with torch.no_grad():
+                found = [attend(q, k, v, scale=scale, op=op)[0] for _ in range(2)]
+            exact = attend(q.double(), k.double(), v.double(), scale=scale, op="reference")[0]
+            theirs = attend(q, k, v, scale=scale, op="sdpa")[0]
+            eps = torch.finfo(q.dtype).eps
+            bound = max(2 * largest_error(theirs, exact), 4 * eps * float(exact.abs().max()))
+            assert torch.equal(*found)
+            assert largest_error(found[0], exact) <= bound
 
 
 def test_a_graph_replays_forward_and_backward_with_new_dropout() -> None:

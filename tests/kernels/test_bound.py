@@ -7,10 +7,11 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
-from sdx_kernels._triton import attention_short
+from sdx_kernels._triton import attention_short, attention_tma
 from sdx_kernels._triton.attention_launch import LOG2E
 from sdx_kernels.testing import random_inputs
 from sdx_kernels.tuning.attention_short import ladder_for_short
+from sdx_kernels.tuning.attention_tma import ladder_for_tma
 
 
 class Recorder:
@@ -86,3 +87,42 @@ def test_what_decides_a_binary_is_looked_at_again(recorder: Recorder, change: st
     plain(q, k, v)
     assert len(recorder.inspected) == 2
     assert not recorder.again
+
+
+@pytest.fixture
+def descriptors(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    found = Recorder(attention_tma.attention_tma_kernel.arg_names)
+    monkeypatch.setattr(attention_tma, "attention_tma_kernel", found)
+    monkeypatch.setattr(attention_tma, "_bound", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    return found
+
+
+def plain_tma(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float = 0.5
+) -> torch.Tensor:
+    ladder = ladder_for_tma((9, 0), q.shape[3], v.shape[3], q.dtype, k.shape[1])
+    return attention_tma.plain_attention_tma(q, k, v, scale=scale, ladder=ladder)
+
+
+def test_descriptors_are_made_for_the_new_tensors(descriptors: Recorder) -> None:
+    plain_tma(*random_inputs(2, 130, 128, 3, 64, dtype=torch.bfloat16))
+    other = random_inputs(2, 130, 128, 3, 64, dtype=torch.bfloat16, seed=1)
+    out = plain_tma(*other, scale=0.25)
+    (before,), (again,) = descriptors.inspected, descriptors.again
+    assert len(again) == len(before)
+    changing = zip(again[1:5], (*other, out), before[1:5], strict=True)
+    for descriptor, tensor, earlier in changing:
+        assert descriptor.base is tensor
+        assert descriptor.block_shape == earlier.block_shape
+    assert again[5:8] == (None, None, 0.25 * LOG2E)
+    assert again[0] == before[0]
+    assert again[8:] == before[8:]
+
+
+def test_a_scale_of_another_sign_is_another_binary(descriptors: Recorder) -> None:
+    inputs = random_inputs(2, 130, 128, 3, 64, dtype=torch.bfloat16)
+    plain_tma(*inputs)
+    plain_tma(*inputs, scale=-0.5)
+    assert len(descriptors.inspected) == 2
+    assert not descriptors.again

@@ -80,7 +80,8 @@ def digest(family: str, architecture: int) -> str:
     for launch in launches(architecture, (family,)):
         source = launch.source
         parts = (launch.key, source.signature, source.constants, source.attrs)
-        everything.update(f"{parts} {launch.num_warps} {launch.num_stages}".encode())
+        limit = f" {launch.registers}" if launch.registers else ""
+        everything.update(f"{parts} {launch.num_warps} {launch.num_stages}{limit}".encode())
     return everything.hexdigest()[:16]
 
 

@@ -55,6 +55,7 @@ class Launch:
         key: what it serves and how, for people and for tests.
         source: what Triton compiles.
         num_warps, num_stages: as launched.
+        registers: most registers a thread, 0 = no limit.
         tensor_core: whether its products are for tensor cores.
     """
 
@@ -64,6 +65,7 @@ class Launch:
     num_warps: int
     num_stages: int
     tensor_core: bool = True
+    registers: int = 0
 
 
 def key_of(config: Any, *, head_dim: int, dtype: torch.dtype, member: str) -> dict[str, Any]:
@@ -124,6 +126,7 @@ def compile_launch(launch: Launch, architecture: int) -> CompiledFacts:
             "num_warps": launch.num_warps,
             "num_stages": launch.num_stages,
             "enable_fp_fusion": True,
+            "maxnreg": launch.registers or None,
         },
     )
     ptx = compiled.asm["ptx"]

@@ -20,6 +20,7 @@ from sdx_kernels.errors import LaunchRefused
 __all__ = [
     "LN2",
     "LOG2E",
+    "MOST_BOUND",
     "Bound",
     "band_bounds",
     "dropout_draw",
@@ -86,6 +87,10 @@ def say_first_use() -> None:
         "compiling attention kernels (first use on this card; `sdx-accel doctor --warm` does it "
         "ahead) …"
     )
+
+
+#: shapes of one process are few; a program that sweeps sizes must not grow without end
+MOST_BOUND = 4096
 
 
 class Bound:

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.compiler import ASTSource
 
 from sdx_kernels import target
-from sdx_kernels._triton.attention_launch import Bound, reach, run_ladder
+from sdx_kernels._triton.attention_launch import MOST_BOUND, Bound, reach, run_ladder
 from sdx_kernels.tuning.attention import AttentionConfig, padded
 from sdx_kernels.tuning.attention_short import ShortConfig, parts_for
 
@@ -391,7 +391,6 @@ def launch_attention_short(
 
 #: compiled launches of plain calls, by all that decides them besides alignment
 _bound: dict[tuple[object, ...], Bound] = {}
-_MOST_BOUND = 4096
 
 
 def plain_attention_short(
@@ -422,7 +421,7 @@ def plain_attention_short(
         return out
 
     def bind(compiled: Bound) -> None:
-        if len(_bound) >= _MOST_BOUND:
+        if len(_bound) >= MOST_BOUND:
             _bound.clear()
         _bound[kind] = compiled
 

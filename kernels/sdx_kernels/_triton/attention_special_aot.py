@@ -57,7 +57,14 @@ def tma_launches(architecture: int) -> Iterator[Launch]:
                 for config in ladder:
                     source = tma_source(config, head_dim=head_dim, dtype=dtype, with_lse=True)
                     key = key_of(config, head_dim=head_dim, dtype=dtype, member=f"{keys} keys")
-                    yield Launch("tma", key, source, config.num_warps, config.num_stages)
+                    yield Launch(
+                        "tma",
+                        key,
+                        source,
+                        config.num_warps,
+                        config.num_stages,
+                        registers=config.registers,
+                    )
 
 
 def wide_launches(architecture: int) -> Iterator[Launch]:

@@ -7,6 +7,7 @@ Gimelshein 2018). It knows descriptors and tiles, and must not choose tiles or j
 
 import contextlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sdx_kernels import target
-from sdx_kernels._triton.attention_launch import run_ladder
+from sdx_kernels._triton.attention_launch import MOST_BOUND, Bound, run_ladder
 from sdx_kernels.errors import LaunchRefused
 from sdx_kernels.tuning.attention import AttentionConfig, padded
 from sdx_kernels.tuning.attention_tma import TmaConfig, warm_keys
@@ -26,6 +27,7 @@ __all__ = [
     "constants_for_tma",
     "describable",
     "launch_attention_tma",
+    "plain_attention_tma",
     "tma_source",
 ]
 
@@ -301,6 +303,7 @@ def launch_attention_tma(
     with_lse: bool,
     ladder: tuple[TmaConfig, ...],
     redone: torch.Tensor | None = None,
+    bind: Callable[[Bound, TmaConfig], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Runs the kernel on BMHK tensors of one dtype, unmasked.
 
@@ -312,6 +315,8 @@ def launch_attention_tma(
         ladder: launch configurations, best first.
         redone: int32, at least `B · H · ⌈Mq / block_m⌉` elements: gets 1 for every query tile that
             the optimistic form gave up, else 0. Default: not counted.
+        bind: gets the compiled launch, whose changing arguments are four descriptors, None, None
+            and the scale in log2 units; only for calls without lse and `redone`.
 
     Returns:
         `[B, Mq, H, Kv]` contiguous, and `[B, H, Mq]` fp32 (natural log) or None.
@@ -345,7 +350,8 @@ def launch_attention_tma(
             positive=scale > 0.0,
             count=redone is not None,
         )
-        kernel[(tiles, 1, 1)](
+        fixed = (heads, heads // key_heads, queries, keys, warm_keys(config, keys))
+        compiled = kernel[(tiles, 1, 1)](
             _descriptor(query, config.block_m),
             _descriptor(key, config.block_n),
             _descriptor(value, config.block_n),
@@ -353,19 +359,74 @@ def launch_attention_tma(
             lse,
             redone,
             scale * LOG2E,
-            heads,
-            heads // key_heads,
-            queries,
-            keys,
-            warm_keys(config, keys),
+            *fixed,
             **constants,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             maxnreg=config.registers or None,
             enable_fp_fusion=True,
         )
+        if bind is not None and compiled is not None:
+            bind(Bound(compiled, kernel, tiles, fixed, constants), config)
 
     step_key = ("tma", facts, query.dtype, output_dtype, head_dim, value_dim, ladder)
     with torch.cuda.device(device) if query.is_cuda else contextlib.nullcontext():
         run_ladder(step_key, ladder, launch)
     return out, lse
+
+
+#: compiled launches of plain calls and their tiles, by all that decides them
+_bound: dict[tuple[object, ...], tuple[Bound, TmaConfig]] = {}
+
+
+def plain_attention_tma(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    ladder: tuple[TmaConfig, ...],
+) -> torch.Tensor:
+    """`launch_attention_tma` without lse, for calls that come 140 times a step.
+
+    Raises:
+        LaunchRefused: strides or addresses are not multiples of 16 bytes, or the driver has too
+            few resources for every configuration.
+    """
+    device = query.device
+    # the sign of the scale is compiled in; addresses are checked by every descriptor
+    kind = (
+        query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
+        query.dtype, device, ladder, scale > 0.0,
+    )  # fmt: skip
+    known = _bound.get(kind)
+    if known is not None and device.index == torch.cuda.current_device():
+        bound, config = known
+        batch, queries, heads, _ = query.shape
+        out = query.new_empty((batch, queries, heads, value.shape[3]))
+        bound(
+            _descriptor(query, config.block_m),
+            _descriptor(key, config.block_n),
+            _descriptor(value, config.block_n),
+            _descriptor(out, config.block_m),
+            None,
+            None,
+            scale * LOG2E,
+        )
+        return out
+
+    def bind(compiled: Bound, config: TmaConfig) -> None:
+        if len(_bound) >= MOST_BOUND:
+            _bound.clear()
+        _bound[kind] = compiled, config
+
+    return launch_attention_tma(
+        query,
+        key,
+        value,
+        scale=scale,
+        output_dtype=query.dtype,
+        with_lse=False,
+        ladder=ladder,
+        bind=bind,
+    )[0]

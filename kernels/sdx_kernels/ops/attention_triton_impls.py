@@ -168,7 +168,7 @@ def _run_short(inputs: AttentionInputs) -> Result:
 
 
 @functools.lru_cache(maxsize=1024)
-def _plain_ladder(
+def _plain_short_ladder(
     query: torch.Size, key: torch.Size, value: torch.Size, dtype: torch.dtype, card: target.Target
 ) -> tuple[ShortConfig, ...]:
     return ladder_for_short(
@@ -193,7 +193,7 @@ def _plain_short(
         unit_stride(key),
         unit_stride(value),
         scale=scale,
-        ladder=_plain_ladder(query.shape, key.shape, value.shape, query.dtype, card),
+        ladder=_plain_short_ladder(query.shape, key.shape, value.shape, query.dtype, card),
     )
 
 
@@ -227,6 +227,35 @@ def _run_tma(inputs: AttentionInputs) -> Result:
     return launch_attention_tma(
         **_shared(inputs),
         ladder=_tma_ladder(inputs.signature),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _plain_tma_ladder(
+    query: torch.Size, key: torch.Size, value: torch.Size, dtype: torch.dtype, card: target.Target
+) -> tuple[TmaConfig, ...]:
+    return ladder_for_tma(
+        card.capability or _DESCRIPTORS,
+        query[3],
+        value[3],
+        dtype,
+        key[1],
+        card.shared_memory_bytes or None,
+    )
+
+
+def _plain_tma(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    from sdx_kernels._triton.attention_tma import plain_attention_tma
+
+    card = target.of(query.device)
+    return plain_attention_tma(
+        unit_stride(query),
+        unit_stride(key),
+        unit_stride(value),
+        scale=scale,
+        ladder=_plain_tma_ladder(query.shape, key.shape, value.shape, query.dtype, card),
     )
 
 
@@ -311,6 +340,7 @@ TRITON_IMPLEMENTATIONS = (
         priority=BY_NAME,
         reasons=_tma_reasons,
         run=_run_tma,
+        plain=_plain_tma,
         tolerance=TOLERANCE,
         closest=(
             f"no mask, head dims up to {MAX_TMA_HEAD_DIM} in multiples of 8, 16 bits, on an "

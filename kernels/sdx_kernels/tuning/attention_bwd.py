@@ -89,6 +89,11 @@ _KEYS_ON_10: dict[tuple[int, int, str], tuple[AttentionConfig, ...]] = {
     (128, 2, "plain"): _one(32, 32, 8, 1, _CLEAN_ON_10),
     (128, 2, "biased"): _one(16, 32, 8, 1, _CLEAN_ON_10),
 }
+#: the same for compute capability 9.x and 64 dims: three stages, where two take 1.28 ms for all
+#: gradients at 2x10x4096^2 on an H200 and these 0.96, cuDNN 0.50
+_ON_9 = "fastest of those tried on an H200, D 64 (docs/kernels/attention.md)"
+_KEYS_ON_9 = _one(32, 128, 8, 3, _ON_9)
+_QUERIES_ON_9 = _one(64, 64, 4, 3, _ON_9)
 #: where head dims do not fill the padded ones: the mask on the channels costs registers
 _RAGGED_KEYS: dict[tuple[int, int, str], tuple[AttentionConfig, ...]] = {
     (64, 4, "plain"): _one(32, 16, 8, 1, "32 keys a step spill 8 bytes on sm_90 at head dim 40"),
@@ -191,6 +196,8 @@ def backward_ladder_for(
     if not head_dim == value_dim == size[0]:
         keys = _RAGGED_KEYS.get((*size, kind), keys)
         queries = _RAGGED_QUERIES.get((*size, kind), queries)
+    elif capability[0] == 9 and (*size, kind) == (64, 2, "plain"):
+        keys, queries = _KEYS_ON_9, _QUERIES_ON_9
     # float32 with a band, a key mask and dropout: 16 x 32 spills 52 bytes on sm_90
     spills = dtype == torch.float32 and kind == "combined"
     bias = _BIAS_GRAD.get(size, ()) if bias_grad and not spills else ()
@@ -219,7 +226,7 @@ _TRIED = (
     ((64, 128, 8, 1), (128, 64, 8, 3)),
     ((64, 128, 8, 1), (128, 128, 8, 2)),
     ((64, 128, 8, 1), (128, 64, 4, 2)),
-    ((32, 128, 8, 3), (64, 64, 4, 3)),
+    ((32, 128, 8, 3), (128, 64, 8, 3)),
 )
 
 

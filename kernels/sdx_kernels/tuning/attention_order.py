@@ -56,12 +56,33 @@ _PREFERENCES: tuple[Preference, ...] = (
     Preference(
         "triton-short",
         "a program holds all keys: H200, fp16, D 64, 0.0079 ms against cuDNN's 0.0124 at 1,024 "
-        "queries of 77 keys, 0.0135 against 0.0173 at 4,096, 0.116 against 0.70 at 16 of 16; "
+        "queries of 77 keys, 0.0126 against 0.0173 at 4,096, 0.116 against 0.70 at 16 of 16; "
         "gradients are faster through torch",
         capabilities=(9,),
         head_dims=(1, 64),
         keys=(1, 96),
         dtypes=_HALF,
+        grad=False,
+    ),
+    Preference(
+        "triton-tma",
+        "whatever the scores: H200, bf16, D 64, 0.0321 ms against cuDNN's 0.0357 at 2x20x1024^2, "
+        "0.177 against 0.189 at 2x10x4096^2, 2.59 against 2.95 at 16384^2",
+        capabilities=(9,),
+        head_dims=(64, 64),
+        queries=(1024, 1 << 62),
+        keys=(1024, 1 << 62),
+        dtypes=(torch.bfloat16,),
+        grad=False,
+    ),
+    Preference(
+        "triton-tma",
+        "H200, bf16, D 40, 0.145 ms against cuDNN's 0.153 at 2x8x4096^2",
+        capabilities=(9,),
+        head_dims=(40, 40),
+        queries=(4096, 1 << 62),
+        keys=(4096, 1 << 62),
+        dtypes=(torch.bfloat16,),
         grad=False,
     ),
     Preference(
@@ -77,8 +98,9 @@ _PREFERENCES: tuple[Preference, ...] = (
     Preference(
         "sdpa",
         "torch's kernel (cuDNN) is as fast or faster whatever the scores: H200, fp16, 0.189 ms at "
-        "2x10x4096^2 D 64, where ours takes 0.177 with flat scores and 0.204 to 0.4 with peaked "
-        "ones; 0.020 against 0.022 ms at D 80, 0.42 against 0.49 ms at D 128",
+        "2x10x4096^2 D 64, where ours takes 0.177 with flat scores and 0.205 to 0.4 with peaked "
+        "ones; 0.020 against 0.022 ms at D 80, 0.011 against 0.017 at D 160, 0.42 against 0.49 at "
+        "D 128",
         capabilities=(9,),
         dtypes=_HALF,
     ),
