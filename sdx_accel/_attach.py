@@ -33,23 +33,35 @@ def _enable(kind: str) -> Any:
         attention_op: Any = None,
         *,
         vram: float | str | None = None,
+        ram: float | str | None = None,
         device: Any = None,
         quality: str = "exact",
         fused: bool = True,
+        learn: bool = True,
     ) -> None:
         """Swap in sdx_accel's attention; with `vram`, also plan and hold a memory budget.
 
         Args:
             attention_op: None picks per shape; "torch" keeps torch's kernels; or an operator.
             vram: GiB as the driver counts them, "auto", "80%", or -N for "all but N GiB".
+            ram: host memory that the weights may take, in the same forms; None is no limit.
             device: where to compute; the current CUDA device by default, else the CPU.
             quality: "exact" or "near".
             fused: use fused variants where there are any.
+            learn: with `vram`, plan with what earlier runs took beyond their plans, and keep
+                what this one takes.
         """
         from sdx_accel import api
 
         getattr(api, f"{kind}_enable_xattn")(
-            self, attention_op, vram=vram, device=device, quality=quality, fused=fused
+            self,
+            attention_op,
+            vram=vram,
+            ram=ram,
+            device=device,
+            quality=quality,
+            fused=fused,
+            learn=learn,
         )
 
     return enable_xattn

@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,20 +14,26 @@ import torch
 import sdx_patches
 from sdx_accel.budget.machine import Machine
 from sdx_accel.budget.plan import Plan
-from sdx_accel.budget.units import VramRequest, parse_vram
+from sdx_accel.budget.units import parse_vram
 from sdx_accel.errors import RefusedError
 from sdx_accel.runtime.assembly import assembled
-from sdx_accel.runtime.budget_session import BudgetSession
+from sdx_accel.runtime.budget_session import BudgetSession, Terms
+from sdx_accel.runtime.calibration import known_record
 from sdx_accel.runtime.checkpoints import describe
 from sdx_accel.runtime.descriptions import ModelDescription
 from sdx_accel.runtime.enforce import PhaseRecord
 from sdx_accel.runtime.held import SESSION as _SESSION
+from sdx_accel.runtime.history import History, cell_of, plan_with_peaks
+from sdx_accel.runtime.host_memory import limits, parse_ram, resolve_ram
 from sdx_accel.runtime.kernel_cache import ensure_kernel_cache
 from sdx_accel.runtime.meta_models import describe_pipeline
+from sdx_accel.runtime.phase_calls import twin
 from sdx_accel.runtime.planning import check_quality, plan_job
 from sdx_accel.runtime.probe import open_card, read_idle_cards
 from sdx_accel.runtime.profiler import Job
+from sdx_accel.runtime.recovery import Retry
 from sdx_patches.session import components
+from sdx_patches.text_kv import text_projections
 from sdx_patches.vae import copied_bands, disable_bands
 
 __all__ = [
@@ -96,11 +102,13 @@ class Report:
         layers: per attention layer: path, requested, running, reason.
         phases: per phase: predicted and measured peak in GiB.
         plan: the plan that is being held, or None.
+        retries: calls of the newest picture that ran again after memory was refused.
     """
 
     layers: tuple[sdx_patches.Layer, ...]
     phases: tuple[PhaseRecord, ...]
     plan: Plan | None
+    retries: tuple[Retry, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-ready values."""
@@ -108,6 +116,7 @@ class Report:
             "layers": [asdict(layer) for layer in self.layers],
             "phases": [asdict(phase) for phase in self.phases],
             "plan": None if self.plan is None else self.plan.to_dict(),
+            "retries": [asdict(retry) for retry in self.retries],
         }
 
     def to_json(self) -> str:
@@ -125,6 +134,7 @@ class Report:
             for (where, requested, running, reason), n in groups.items()
         ]
         lines += [str(phase) for phase in self.phases]
+        lines += [str(retry) for retry in self.retries]
         return "\n".join(lines) if lines else "sdx_accel is not enabled here"
 
 
@@ -160,9 +170,11 @@ def pipeline_enable_xattn(
     attention_op: Any = None,
     *,
     vram: float | str | None = None,
+    ram: float | str | None = None,
     device: Any = None,
     quality: str = "exact",
     fused: bool = True,
+    learn: bool = True,
 ) -> None:
     """`DiffusionPipeline.enable_xattn`: see `sdx_accel._attach` for the arguments.
 
@@ -176,16 +188,18 @@ def pipeline_enable_xattn(
     check_quality(quality)
     if torch.cuda.is_available():
         ensure_kernel_cache()
-    request = None if vram is None else parse_vram(vram)
-    chosen = None if request is None else _device(device)
-    if request is not None:
+    if vram is None and ram is not None:
+        raise RefusedError("ram limits what a plan may keep in host memory: give vram as well")
+    terms = None if vram is None else _terms(vram, ram, quality, learn)
+    chosen = None if terms is None else _device(device)
+    if terms is not None:
         # before anything starts CUDA: the idle card is what the budget is counted from
         read_idle_cards()
     patches = _patch(pipe, attention_op, fused)
-    if request is None or chosen is None:
+    if terms is None or chosen is None:
         return
     try:
-        _hold(pipe, request, chosen, quality)
+        _hold(pipe, terms, chosen)
     except BaseException:
         patches.rollback()
         if _owner(pipe) not in sdx_patches.owners(pipe):
@@ -193,22 +207,24 @@ def pipeline_enable_xattn(
         raise
 
 
-def _hold(pipe: Any, request: VramRequest, device: torch.device, quality: str) -> None:
+def _terms(vram: float | str, ram: float | str | None, quality: str, learn: bool) -> Terms:
+    return Terms(parse_vram(vram), quality, None if ram is None else parse_ram(ram), learn)
+
+
+def _hold(pipe: Any, terms: Terms, device: torch.device) -> None:
     """Hold a patched pipeline to a budget; one that was held before stays so if this raises."""
     session: BudgetSession | None = pipe.__dict__.get(_SESSION)
     if session is not None and session.device == device:
-        session.change(request, quality)
+        session.change(terms)
         return
     if session is not None:
         del pipe.__dict__[_SESSION]
         session.release()
     try:
-        pipe.__dict__[_SESSION] = BudgetSession(pipe, request, device, quality)
+        pipe.__dict__[_SESSION] = BudgetSession(pipe, terms, device)
     except BaseException:
         if session is not None:
-            pipe.__dict__[_SESSION] = BudgetSession(
-                pipe, session.request, session.device, session.quality
-            )
+            pipe.__dict__[_SESSION] = BudgetSession(pipe, session.terms, session.device)
         raise
 
 
@@ -231,7 +247,7 @@ def pipeline_xattn_report(pipe: Any) -> Report:
         done.get(phase.name, PhaseRecord(phase.name, phase.predicted_peak_gib, None))
         for phase in session.plan.phases
     )
-    return Report(layers, phases, session.plan)
+    return Report(layers, phases, session.plan, tuple(session.executor.retries))
 
 
 def model_enable_xattn(
@@ -239,17 +255,19 @@ def model_enable_xattn(
     attention_op: Any = None,
     *,
     vram: float | str | None = None,
+    ram: float | str | None = None,
     device: Any = None,
     quality: str = "exact",
     fused: bool = True,
+    learn: bool = True,
 ) -> None:
     """`ModelMixin.enable_xattn`: attention only; a budget belongs to a pipeline.
 
     Raises:
-        RefusedError: `vram` or `device` was given.
+        RefusedError: `vram`, `ram` or `device` was given.
     """
     _speak()
-    if vram is not None or device is not None:
+    if vram is not None or ram is not None or device is not None:
         raise RefusedError("a VRAM budget belongs to a pipeline: call pipe.enable_xattn(vram=…)")
     if _disabled():
         return
@@ -269,18 +287,28 @@ def model_xattn_report(model: Any) -> Report:
     return Report(tuple(sdx_patches.layers(model)), (), None)
 
 
-def _machine(device: Any) -> Machine:
-    if device is not None and torch.device(device).type == "cpu":
-        return Machine.generic()
-    if not torch.cuda.is_available():
-        return Machine.generic()
-    return open_card(torch.device(device or "cuda")).machine(measure_link=False)
+def _machine(device: Any) -> tuple[Machine, str]:
+    """The card's record and the key of its calibration; the generic record has no key."""
+    on_cpu = device is not None and torch.device(device).type == "cpu"
+    if on_cpu or not torch.cuda.is_available():
+        return Machine.generic(), ""
+    card = open_card(torch.device(device or "cuda"))
+    return card.machine(known_record(card)), card.key
+
+
+def _keeps_text(model: Any, description: ModelDescription, dtype: str) -> bool:
+    """Whether the denoiser's keys and values of the text can be kept over the steps."""
+    if "unet" not in description.components:
+        return False
+    live = getattr(model, "unet", None)
+    return bool(text_projections(twin(description, "unet", dtype) if live is None else live))
 
 
 def plan(
     model: Any,
     *,
     vram: float | str = "auto",
+    ram: float | str | None = None,
     height: int | None = None,
     width: int | None = None,
     batch: int = 1,
@@ -296,6 +324,7 @@ def plan(
     refiner: str | None = None,
     controlnets: Sequence[str] = (),
     machine: Machine | None = None,
+    learn: bool = True,
 ) -> Plan:
     """What a job would need and where everything would lie; loads no weights, needs no GPU.
 
@@ -303,6 +332,7 @@ def plan(
         model: what `--model` takes (a `random:` spec, a folder, a single file, a hub id), or a
             pipeline, or a `ModelDescription`.
         vram: GiB, "auto", "80%" or -N; the last three need a GPU or a `machine` with sizes.
+        ram: host memory that the weights may take, in the same forms; None is no limit.
         height, width: pixels; the model's own size by default.
         batch: pictures computed at once.
         guidance: above 1 the denoiser runs on two predictions a picture, unless guidance is an
@@ -319,6 +349,7 @@ def plan(
         refiner: an SDXL refiner: folder, hub id or random spec.
         controlnets: folders, hub ids or `random:controlnet`.
         machine: a record to plan with instead of reading the card.
+        learn: leave room for what earlier runs on this card took beyond their plans.
 
     Returns:
         The plan; look at `feasible`.
@@ -352,7 +383,28 @@ def plan(
         batch=batch,
         guided=guidance > 1 and not description.embeds_guidance,
         encode=image,
+        text_kv=_keeps_text(model, description, names[dtype]),
     )
-    chosen = machine or _machine(device)
+    chosen, key = (machine, "") if machine is not None else _machine(device)
     dtypes = dict.fromkeys(description.components, names[dtype])
-    return plan_job(description, job, dtypes, chosen, parse_vram(vram), quality)
+    allowed, note = (None, None) if ram is None else resolve_ram(parse_ram(ram), limits())
+    request = parse_vram(vram)
+
+    def make(card: Machine, floors: Mapping[str, int]) -> Plan:
+        notes = (note,) if note else ()
+        return plan_job(
+            description,
+            job,
+            dtypes,
+            card,
+            request,
+            quality,
+            notes=notes,
+            floors=floors,
+            ram=allowed,
+        )
+
+    peaks = {}
+    if key and learn:
+        peaks = History().peaks(cell_of(key, description, job, dtypes, quality))
+    return plan_with_peaks(make, chosen, peaks)

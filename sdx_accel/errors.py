@@ -8,7 +8,7 @@ SdxError
 │   ├── PictureError                 an input or output picture that cannot be used
 │   └── PlacementError               a device move or hook that conflicts with a held plan
 └── WorkError (RuntimeError)         the work itself failed: exit code 1
-    └── BudgetExceeded               the driver saw more than the budget; carries the figures
+    └── BudgetExceeded               memory was refused to the end; carries the plans
 """
 
 from typing import Any
@@ -72,4 +72,13 @@ class WorkError(SdxError, RuntimeError):
 
 
 class BudgetExceeded(WorkError):
-    """The driver saw more memory in use than the budget allows."""
+    """The budget does not hold what the work needs, and no way is left to make more room.
+
+    Args:
+        message: what was refused, and what to change.
+        plans: the `Plan` that was held and the last one that was made, which may be the same.
+    """
+
+    def __init__(self, message: str, plans: tuple[Any, ...] = ()) -> None:
+        super().__init__(message)
+        self.plans = plans

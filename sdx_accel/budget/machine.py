@@ -21,7 +21,7 @@ class Machine:
         link_bytes_per_s: host to device copies from pinned memory.
         blas_workspace_bytes: what torch allocates once for cuBLAS.
         source: "generic" for the built-in record, "measured" for a reading.
-        flops_per_s: half-precision operations of a UNet step.
+        flops_per_s: half-precision operations a second of a UNet step launched op by op.
         pageable_bytes_per_s: host to device copies from memory that is not pinned.
         pinnable_bytes: host memory that may be pinned, None when unknown.
         ram_bytes: host memory that weights may take, None when not limited.
@@ -46,7 +46,9 @@ class Machine:
         """The record used where no GPU can be read.
 
         0.60 GiB is the context measured on an H200 with CUDA 13; 12 GB/s is a PCIe 4.0 ×8 link,
-        what an 8 GB card has; 8.1 MiB is torch's default cuBLAS workspace below sm_90.
+        what an 8 GB card has; 8.1 MiB is torch's default cuBLAS workspace below sm_90. 25 TFLOP/s
+        is the tensor rate of an RTX 3060 with sums in fp32, twice its 12.7 without tensor cores;
+        3 GB/s from memory that is not pinned is what sglang#32032 reports (2.8).
         """
         return cls(
             name="generic",
@@ -60,7 +62,12 @@ class Machine:
 
     def __str__(self) -> str:
         context, link = self.non_torch_bytes / GIB, self.link_bytes_per_s / 1e9
-        return f"{self.name} ({self.source}): context {context:.2f} GiB, link {link:.0f} GB/s"
+        pace = self.flops_per_s / 1e12
+        learned = f", learned peaks {self.history}" if self.history else ""
+        return (
+            f"{self.name} ({self.source}): context {context:.2f} GiB, link {link:.0f} GB/s, "
+            f"{pace:.0f} TFLOP/s{learned}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The record as JSON-ready values."""

@@ -8,7 +8,19 @@ from typing import Any
 from sdx_accel.budget.machine import Machine
 from sdx_accel.budget.units import GIB
 
-__all__ = ["Phase", "Plan", "StreamPlan"]
+__all__ = ["HOST_MEMORY", "Phase", "Plan", "StreamPlan", "copy_speed"]
+
+#: `binding_phase` of a plan whose weights do not fit into the host memory that is allowed
+HOST_MEMORY = "host memory"
+
+
+def copy_speed(n_bytes: int, machine: Machine) -> float:
+    """Bytes a second of copies out of `n_bytes` of host memory, of which some may not be pinned."""
+    pinnable = machine.pinnable_bytes
+    if pinnable is None or n_bytes <= pinnable:
+        return machine.link_bytes_per_s
+    pinned = pinnable / n_bytes
+    return 1 / (pinned / machine.link_bytes_per_s + (1 - pinned) / machine.pageable_bytes_per_s)
 
 
 @dataclass(frozen=True)
@@ -19,7 +31,8 @@ class Phase:
         name: `text`, `encode`, `denoise`, `refine` (SDXL's second UNet) or `decode`.
         predicted_peak_gib: most memory the driver will show for this process, context included.
         resident_gib: weights on the card, by component.
-        resident_units: how many of a component's units that is, as "kept/all".
+        resident_units: how many of a component's units that is, as "kept/all"; of a streamed one
+            the units of its cycle, and the ring behind the last component.
         activations_gib: what torch reserves besides weights.
         curve_mib: live activations over the phase, sampled, in MiB.
     """
@@ -41,7 +54,7 @@ class StreamPlan:
         components: the models whose units, one after the other, make one cycle.
         resident: indexes into the cycle of what stays on the card for the whole phase.
         slots: (index into the cycle, offset in the ring) of everything else.
-        resident_bytes: size of the resident part.
+        resident_bytes: size of the resident part, weights outside all units included.
         ring_bytes: size of the ring that the rest passes through.
         streamed_bytes: copied in a pass.
         seconds: predicted time of a pass.
@@ -57,6 +70,10 @@ class StreamPlan:
     streamed_bytes: int
     seconds: float
     bound_seconds: float
+
+    def copy_speed(self, machine: Machine) -> float:
+        """Bytes a second of its copies on a machine."""
+        return copy_speed(self.resident_bytes + self.streamed_bytes, machine)
 
 
 @dataclass(frozen=True)
@@ -74,7 +91,8 @@ class Plan:
         numerics: what decides the bits of the result; equal numerics give equal pictures.
         placement: units on the card, by phase and component.
         phases: predictions, in order of execution.
-        moved_gib_per_picture: weights copied to the card for a picture with a new prompt.
+        moved_gib_per_picture: weights copied to the card for a picture with a new prompt, of what
+            is streamed the first pass.
         host_gib: host memory for the weights.
         notes: sentences for the reader.
         streams: phases whose weights pass through a ring.
@@ -157,6 +175,12 @@ class Plan:
         """Why it does not fit and the nearest change that does; empty when it fits."""
         if self.feasible:
             return ""
+        if self.binding_phase == HOST_MEMORY:
+            allowed = (self.machine.ram_bytes or 0) / GIB
+            return (
+                f"the weights take {self.host_gib:.2f} GiB of host memory, "
+                f"{allowed:.2f} GiB are allowed"
+            )
         missing = round((self.smallest_budget_gib - self.budget_gib) * GIB / (1 << 20))
         return (
             f"{self.binding_phase} does not fit in {self.budget_gib:.2f} GiB: {missing} MiB short; "
@@ -174,16 +198,39 @@ class Plan:
             f"  numerics: {dtypes}",
         ]
         lines += [f"  {line}" for line in self._table()]
+        lines += [f"  {line}" for line in self._speed()]
         if self.feasible:
             seconds = self.moved_gib_per_picture * GIB / self.machine.link_bytes_per_s
             lines.append(
                 f"  moves {self.moved_gib_per_picture:.2f} GiB to the card for each new prompt "
                 f"(about {seconds:.2f} s); host memory for weights {self.host_gib:.2f} GiB"
             )
+            lines += [f"  {line}" for line in self.advice]
             lines.append(f"  smallest budget that works: {self.smallest_budget_gib:.2f} GiB")
         else:
             lines.append(f"  DOES NOT FIT: {self.shortfall()}")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+    def _speed(self) -> list[str]:
+        """What streams, how much, how fast, and how near to the bound that is."""
+        lines = [self._stream_line(stream) for stream in self.streams]
+        if self.seconds_per_step and self.stream("denoise") is None:
+            lines.append(f"a step takes about {self.seconds_per_step:.3f} s")
+        if self.text_kv:
+            lines.append("keys and values of the text are computed once for each new prompt")
+        return lines
+
+    def _stream_line(self, stream: StreamPlan) -> str:
+        speed = stream.copy_speed(self.machine)
+        busy = stream.streamed_bytes / speed / stream.seconds
+        what = "pass" if stream.phase == "text" else "step"
+        units = len(stream.resident) + len(stream.slots)
+        return (
+            f"{stream.phase} streams {stream.streamed_bytes / GIB:.2f} GiB a {what} over "
+            f"{speed / 1e9:.0f} GB/s (link busy {busy:.0%}), {len(stream.resident)}/{units} units "
+            f"stay, ring {stream.ring_bytes / (1 << 20):.0f} MiB: {stream.seconds:.3f} s/{what}, "
+            f"bound {stream.bound_seconds:.3f}"
+        )
 
     def _table(self) -> list[str]:
         rows = [("phase", "on the card", "weights", "activations", "predicted peak")]

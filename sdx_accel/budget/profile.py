@@ -2,14 +2,41 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from sdx_accel.budget.allocator import Event, reserved_peak, smallest_cap
+from sdx_accel.budget.units import MIB
 
-__all__ = ["PHASES", "Component", "JobProfile", "PhaseProfile", "StreamUnit", "Unit"]
+__all__ = [
+    "PHASES",
+    "Component",
+    "JobProfile",
+    "PhaseProfile",
+    "StreamUnit",
+    "Unit",
+    "segment_bytes",
+]
 
 PHASES = ("text", "encode", "denoise", "refine", "decode")
+
+
+# several budgets and choices are planned from the same trace, and a replay takes 0.1 s
+_reserved_peak = lru_cache(maxsize=64)(reserved_peak)
+
+
+@lru_cache(maxsize=64)
+def _smallest_cap(events: tuple[Event, ...]) -> int:
+    return smallest_cap(list(events))
+
+
+def segment_bytes(n_bytes: int) -> int:
+    """What torch reserves for one allocation of `n_bytes` on an empty cache."""
+    if n_bytes <= MIB:
+        return 2 * MIB if n_bytes else 0
+    if n_bytes < 10 * MIB:
+        return 20 * MIB
+    return -(-n_bytes // (2 * MIB)) * 2 * MIB
 
 
 @dataclass(frozen=True)
@@ -92,12 +119,12 @@ class PhaseProfile:
     @cached_property
     def reserved_bytes(self) -> int:
         """What torch reserves for it when nothing presses."""
-        return reserved_peak(self.events)
+        return _reserved_peak(self.events)
 
     @cached_property
     def smallest_bytes(self) -> int:
         """The least that torch can serve it from."""
-        return smallest_cap(list(self.events))
+        return _smallest_cap(self.events)
 
 
 @dataclass(frozen=True)

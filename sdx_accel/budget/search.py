@@ -1,18 +1,27 @@
 """Chooses where each unit of weights lies in each phase; deterministic, monotone in the budget.
 
-Side models (text encoders, VAE, a refiner) either stay on the card for the whole picture or are
-there only for their own phases. The denoiser is whole while it runs; in the other phases a prefix
-of its units stays and the rest comes back before the next denoise. Among the placements that fit,
-the one that moves the fewest bytes wins: bits never depend on it.
+While the denoiser fits as a whole it is whole while it runs. Side models (text encoders, VAE, a
+refiner) then either stay on the card for the whole picture or are there only for their own phases;
+in the other phases a prefix of the denoiser's units stays and the rest comes back before the next
+denoise. Among the placements that fit, the one that moves the fewest bytes wins.
+
+Where it does not fit, each phase stands alone: everything that it does not need is out, and if its
+own models do not fit either, they are streamed (`streaming`). Such a placement moves at least what
+any of the first kind moves and is at least as slow, so it is only taken when there is none of them.
+
+Weights that project the prompt to keys and values can be left out of the denoise when the results
+are kept; that costs their load for each new prompt. Bits never depend on any of this.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import product
 
 from sdx_accel.budget.machine import Machine
-from sdx_accel.budget.plan import Phase, Plan
-from sdx_accel.budget.profile import Component, JobProfile, PhaseProfile
-from sdx_accel.budget.units import MIB, ceil_gib, to_gib
+from sdx_accel.budget.plan import HOST_MEMORY, Phase, Plan, StreamPlan
+from sdx_accel.budget.profile import Component, JobProfile, PhaseProfile, StreamUnit, segment_bytes
+from sdx_accel.budget.streaming import best_stream, seconds_of, smallest_room
+from sdx_accel.budget.units import GIB, MIB, ceil_gib, to_gib
 
 __all__ = ["SLACK_BYTES", "make_plan"]
 
@@ -23,6 +32,11 @@ SLACK_BYTES = 64 * MIB
 PERSISTENT_BYTES = 48 * MIB
 # room above the modelled minimum of a phase that runs under allocator pressure
 PRESSURE_SHARE, PRESSURE_BYTES = 0.02, 32 * MIB
+# kept keys and values are tensors of 0.1 to 1 MiB: a third more covers what their 2 MiB segments
+# leave over at any batch
+KEPT_TEXT_SHARE = 4 / 3
+# a prompt that changes in mid-run projects layer by layer: the largest pair of SDXL weighs 10 MiB
+MISS_BYTES = 20 * MIB
 
 # the denoiser moves for every picture, a text encoder only for a new prompt: at equal bytes the
 # denoiser stays
@@ -31,18 +45,26 @@ DENOISER_WEIGHT = 1.1
 Placement = dict[str, dict[str, int]]
 
 
-def segment_bytes(n_bytes: int) -> int:
-    """What torch reserves for one allocation of `n_bytes` on an empty cache."""
-    if n_bytes <= MIB:
-        return 2 * MIB if n_bytes else 0
-    if n_bytes < 10 * MIB:
-        return 20 * MIB
-    return -(-n_bytes // (2 * MIB)) * 2 * MIB
+@dataclass(frozen=True)
+class _Found:
+    """A placement: its cost in weighted bytes, and what it copies for a picture."""
+
+    cost: float
+    moved: int
+    placement: Placement
+    streams: tuple[StreamPlan, ...] = ()
+    text_kv: bool = False
 
 
 def _weights(component: Component, n_units: int | None = None) -> int:
     units = component.units if n_units is None else component.units[:n_units]
     return sum(segment_bytes(unit.n_bytes) for unit in units)
+
+
+def _whole(component: Component, phase: str, text_kv: bool) -> int:
+    """How many units a phase needs of a component that is resident in it."""
+    left_out = component.text_chunks if text_kv and phase == "denoise" else 0
+    return len(component.units) - left_out
 
 
 def _need(phase: PhaseProfile) -> int:
@@ -55,28 +77,54 @@ def _need(phase: PhaseProfile) -> int:
     )
 
 
+def _extra(profile: JobProfile, floors: Mapping[str, int], text_kv: bool) -> dict[str, int]:
+    """Bytes that each phase takes beside its weights and what its own trace shows."""
+    # what is kept of a prompt stays between pictures, so every phase carries it
+    kept = sum(c.kv_bytes for c in profile.components) if text_kv else 0
+    kept = -(-round(kept * KEPT_TEXT_SHARE) // (2 * MIB)) * 2 * MIB
+    return {
+        p.name: floors.get(p.name, 0) + kept + (MISS_BYTES if kept and p.name == "denoise" else 0)
+        for p in profile.phases
+    }
+
+
 def _base(machine: Machine) -> int:
     return segment_bytes(machine.blas_workspace_bytes) + PERSISTENT_BYTES
 
 
-def _required(profile: JobProfile, phase: PhaseProfile) -> int:
-    return sum(
-        _weights(c)
-        for c in profile.components
-        if phase.name in c.phases and c.name not in phase.carries
-    )
+def _parts(profile: JobProfile, phase: PhaseProfile) -> list[Component]:
+    """The models whose weights a phase needs; in a streamed phase they run in this order."""
+    parts = [c for c in profile.components if phase.name in c.phases]
+    # ControlNets run before the UNet, whatever the order in which they were described
+    parts.sort(key=lambda c: c.name == "unet")
+    return [c for c in parts if c.name not in phase.carries]
 
 
-def _smallest_bytes(profile: JobProfile, machine: Machine) -> tuple[int, str]:
-    """Smallest budget with everything out that a phase does not need, and the phase that binds."""
-    outside = machine.non_torch_bytes + SLACK_BYTES + _base(machine)
-    return max((outside + _required(profile, p) + _need(p), p.name) for p in profile.phases)
+def _cycle(parts: list[Component], text_kv: bool) -> tuple[list[Component], list[Component]]:
+    """What can be streamed of the models of a phase, and what cannot."""
+    # projections that lie in chunks of their own are in no unit: they have to be out
+    streamed = [c for c in parts if c.stream and (text_kv or not c.text_chunks)]
+    return streamed, [c for c in parts if c not in streamed]
 
 
-def _candidates(profile: JobProfile, limit: int) -> Iterator[tuple[float, int, Placement]]:
-    """Placements within `limit` bytes of torch memory: cost, bytes moved a picture, placement."""
+def _units(cycle: list[Component]) -> tuple[StreamUnit, ...]:
+    return tuple(unit for component in cycle for unit in component.stream)
+
+
+def _rest(component: Component) -> int:
+    """Bytes of a streamed component outside its units and its text projections."""
+    chunks = component.units[: len(component.units) - component.text_chunks]
+    return sum(u.n_bytes for u in chunks) - sum(u.n_bytes for u in component.stream)
+
+
+def _candidates(
+    profile: JobProfile, limit: int, extra: Mapping[str, int], text_kv: bool
+) -> Iterator[_Found]:
+    """Placements within `limit` bytes of torch memory with a denoiser that is whole as it runs."""
     denoiser = [c for c in profile.components if c.phases == ("denoise",)]
     sides = [c for c in profile.components if c.phases != ("denoise",)]
+    text = [c.units[_whole(c, "denoise", text_kv) :] for c in denoiser]
+    text_bytes = sum(unit.n_bytes for units in text for unit in units)
     for stay in product((True, False), repeat=len(sides)):
         placement: Placement = {
             p.name: {
@@ -89,32 +137,109 @@ def _candidates(profile: JobProfile, limit: int) -> Iterator[tuple[float, int, P
         room = {
             p.name: limit
             - _need(p)
+            - extra[p.name]
             - sum(_weights(c) for c in sides if c.name in placement[p.name])
             for p in profile.phases
         }
         away = [c for c, always in zip(sides, stay, strict=True) if not always]
-        moved = sum(c.n_bytes for c in away)
+        moved = sum(c.n_bytes for c in away) + text_bytes
         cost = sum(c.n_bytes * (DENOISER_WEIGHT if "refine" in c.phases else 1.0) for c in away)
+        # as dear as the denoiser's own bytes, or text would be kept where that saves nothing
+        cost += text_bytes * DENOISER_WEIGHT
         if "denoise" in room:
-            room["denoise"] -= sum(_weights(c) for c in denoiser)
+            room["denoise"] -= sum(_weights(c, _whole(c, "denoise", text_kv)) for c in denoiser)
         if min(room.values()) < 0:
             continue
         spare = min((n for name, n in room.items() if name != "denoise"), default=0)
         for component in denoiser:
-            kept = 0
-            while kept < len(component.units):
+            kept, whole = 0, _whole(component, "denoise", text_kv)
+            while kept < whole:
                 size = segment_bytes(component.units[kept].n_bytes)
                 if size > spare:
                     break
                 spare -= size
                 kept += 1
-            rest = sum(u.n_bytes for u in component.units[kept:])
+            rest = sum(u.n_bytes for u in component.units[kept:whole])
             moved, cost = moved + rest, cost + rest * DENOISER_WEIGHT
             for phase in placement:
-                placement[phase][component.name] = (
-                    len(component.units) if phase == "denoise" else kept
-                )
-        yield cost, moved, placement
+                placement[phase][component.name] = whole if phase == "denoise" else kept
+        yield _Found(cost, moved, placement, text_kv=text_kv)
+
+
+def _least(profile: JobProfile, phase: PhaseProfile, machine: Machine, text_kv: bool) -> int:
+    """The least that torch reserves for the weights of a phase, everything else being out."""
+    parts = _parts(profile, phase)
+    least = sum(_weights(c, _whole(c, phase.name, text_kv)) for c in parts)
+    cycle, fixed = _cycle(parts, text_kv)
+    room = smallest_room(_units(cycle), machine, sum(map(_rest, cycle)))
+    return least if room is None else min(least, room + sum(_weights(c) for c in fixed))
+
+
+def _alone(
+    profile: JobProfile, machine: Machine, room: Mapping[str, int], text_kv: bool
+) -> _Found | None:
+    """Each phase with only what it needs, streamed where that does not fit into its room."""
+    placement: Placement = {}
+    streams: list[StreamPlan] = []
+    moved = sum(c.n_bytes for c in profile.components)
+    for phase in profile.phases:
+        parts = _parts(profile, phase)
+        placement[phase.name] = {c.name: _whole(c, phase.name, text_kv) for c in parts}
+        if sum(_weights(c, placement[phase.name][c.name]) for c in parts) <= room[phase.name]:
+            continue
+        cycle, fixed = _cycle(parts, text_kv)
+        stream = best_stream(
+            phase.name,
+            _units(cycle),
+            machine,
+            room[phase.name] - sum(_weights(c) for c in fixed),
+            sum(map(_rest, cycle)),
+        )
+        if stream is None:
+            return None
+        placement[phase.name].update(dict.fromkeys(stream.components, 0))
+        streams.append(stream)
+        if phase.name == "text" and profile.job.get("guided"):
+            # the encoders run once more, for the negative prompt
+            moved += stream.streamed_bytes
+    return _Found(float(moved), moved, placement, tuple(streams), text_kv)
+
+
+def _smallest(
+    profile: JobProfile, machine: Machine, floors: Mapping[str, int]
+) -> tuple[int, str, bool]:
+    """Smallest budget, the phase that needs it, and whether it takes the kept text."""
+    outside = machine.non_torch_bytes + SLACK_BYTES + _base(machine)
+    found = []
+    for text_kv in _text_choices(profile):
+        extra = _extra(profile, floors, text_kv)
+        most = max(
+            (outside + _least(profile, p, machine, text_kv) + _need(p) + extra[p.name], p.name)
+            for p in profile.phases
+        )
+        found.append((*most, text_kv))
+    return min(found, key=lambda each: each[0])
+
+
+def _text_choices(profile: JobProfile) -> tuple[bool, ...]:
+    return (False, True) if any(c.text_chunks for c in profile.components) else (False,)
+
+
+def _best(
+    profile: JobProfile, machine: Machine, limit: int, floors: Mapping[str, int]
+) -> _Found | None:
+    choices = [(kept, _extra(profile, floors, kept)) for kept in _text_choices(profile)]
+    # the first of equals: text is kept only where that moves fewer bytes
+    whole = (found for kept, extra in choices for found in _candidates(profile, limit, extra, kept))
+    best = min(whole, key=lambda found: found.cost, default=None)
+    if best is not None:
+        return best
+    for kept, extra in choices:
+        room = {p.name: limit - _need(p) - extra[p.name] for p in profile.phases}
+        alone = _alone(profile, machine, room, kept)
+        if alone is not None:
+            return alone
+    return None
 
 
 def make_plan(
@@ -123,6 +248,8 @@ def make_plan(
     budget_bytes: int,
     *,
     notes: tuple[str, ...] = (),
+    floors: Mapping[str, int] | None = None,
+    ram: int | None = None,
 ) -> Plan:
     """Place a job within a budget.
 
@@ -131,65 +258,118 @@ def make_plan(
         machine: the card.
         budget_bytes: driver-visible limit, CUDA context included.
         notes: sentences for the reader of the plan.
+        floors: bytes by phase that it was seen to take above its prediction.
+        ram: most bytes of host memory that the weights may take; the machine's by default.
 
     Returns:
         A frozen `Plan`; `feasible` is False when no placement fits, and then `phases` shows what
-        each phase would need with everything else moved out.
+        each phase would need with everything else moved out and as much as possible streamed.
     """
-    base = _base(machine)
-    limit = budget_bytes - machine.non_torch_bytes - SLACK_BYTES - base
-    best = min(_candidates(profile, limit), key=lambda found: found[0], default=None)
-    if best is None:
-        moved = sum(c.n_bytes for c in profile.components)
-        placement: Placement = {
-            p.name: {
-                c.name: len(c.units)
-                for c in profile.components
-                if p.name in c.phases and c.name not in p.carries
-            }
-            for p in profile.phases
-        }
-    else:
-        _, moved, placement = best
-    smallest, binding = _smallest_bytes(profile, machine)
+    floors = floors or {}
+    if ram is not None:
+        machine = replace(machine, ram_bytes=ram)
+    limit = budget_bytes - machine.non_torch_bytes - SLACK_BYTES - _base(machine)
+    best = _best(profile, machine, limit, floors)
+    smallest, binding, kept = _smallest(profile, machine, floors)
+    host = sum(c.n_bytes for c in profile.components)
+    fits_host = machine.ram_bytes is None or host <= machine.ram_bytes
+    shown = best
+    if shown is None:
+        room = {p.name: _least(profile, p, machine, kept) for p in profile.phases}
+        shown = _alone(profile, machine, room, kept)
+        assert shown is not None
+    extra = _extra(profile, floors, shown.text_kv)
     return Plan(
         model=profile.model,
         job=dict(profile.job),
         machine=machine,
         budget_gib=to_gib(budget_bytes),
-        feasible=best is not None,
+        feasible=best is not None and fits_host,
         smallest_budget_gib=ceil_gib(smallest),
-        binding_phase=binding,
+        binding_phase=binding if fits_host else HOST_MEMORY,
         numerics=dict(profile.numerics),
-        placement=placement,
+        placement=shown.placement,
         phases=tuple(
-            _phase(profile, p, placement[p.name], machine, limit if best else None)
+            _phase(profile, p, shown, machine, extra[p.name], limit if best else None)
             for p in profile.phases
         ),
-        moved_gib_per_picture=to_gib(moved),
-        host_gib=to_gib(sum(c.n_bytes for c in profile.components)),
-        notes=notes,
+        moved_gib_per_picture=to_gib(shown.moved),
+        host_gib=to_gib(host),
+        notes=(*notes, *_link_notes(shown, machine)),
+        streams=shown.streams,
+        text_kv=shown.text_kv,
+        seconds_per_step=_seconds_per_step(profile, machine, shown),
+    )
+
+
+def _seconds_per_step(profile: JobProfile, machine: Machine, found: _Found) -> float:
+    """Predicted time of a pass of the denoiser; 0 where its units are not known."""
+    streamed = next((s.seconds for s in found.streams if s.phase == "denoise"), None)
+    if streamed is not None:
+        return streamed
+    models = [c for c in profile.components if "denoise" in c.phases]
+    if not all(c.stream for c in models):
+        return 0.0
+    return round(sum(seconds_of(_units(models), machine)), 6)
+
+
+def _link_notes(found: _Found, machine: Machine) -> tuple[str, ...]:
+    slow = any(s.copy_speed(machine) < machine.link_bytes_per_s for s in found.streams)
+    pinnable = (machine.pinnable_bytes or 0) / GIB
+    return (
+        (
+            f"only {pinnable:.2f} GiB of host memory can be pinned: the other copies run at "
+            f"{machine.pageable_bytes_per_s / 1e9:.0f} GB/s",
+        )
+        if slow
+        else ()
     )
 
 
 def _phase(
     profile: JobProfile,
     phase: PhaseProfile,
-    resident: Mapping[str, int],
+    found: _Found,
     machine: Machine,
+    extra: int,
     limit: int | None,
 ) -> Phase:
     by_name = {c.name: c for c in profile.components}
-    weights = {name: _weights(by_name[name], n) for name, n in resident.items() if n}
-    activations = _need(phase)
+    kept = {name: n for name, n in found.placement[phase.name].items() if n}
+    weights = {name: _weights(by_name[name], n) for name, n in kept.items()}
+    units = {name: f"{n}/{len(by_name[name].units)}" for name, n in kept.items()}
+    stream = next((s for s in found.streams if s.phase == phase.name), None)
+    if stream is not None:
+        _show_stream(stream, by_name, weights, units)
+    activations = _need(phase) + extra
     if limit is not None:
-        activations = min(phase.reserved_bytes, limit - sum(weights.values()))
+        activations = min(phase.reserved_bytes + extra, limit - sum(weights.values()))
     peak = machine.non_torch_bytes + _base(machine) + sum(weights.values()) + activations
     return Phase(
         name=phase.name,
         predicted_peak_gib=to_gib(peak),
         resident_gib={name: to_gib(n) for name, n in weights.items()},
-        resident_units={n: f"{k}/{len(by_name[n].units)}" for n, k in resident.items() if k},
+        resident_units=units,
         activations_gib=to_gib(activations),
         curve_mib=phase.curve_mib,
     )
+
+
+def _show_stream(
+    stream: StreamPlan,
+    by_name: Mapping[str, Component],
+    weights: dict[str, int],
+    units: dict[str, str],
+) -> None:
+    """Adds a streamed phase's two allocations, the resident one by component, and what stays."""
+    cycle = [by_name[name] for name in stream.components]
+    all_units = _units(cycle)
+    kept = [all_units[i] for i in stream.resident]
+    for component in cycle:
+        own = [unit for unit in kept if unit.component == component.name]
+        weights[component.name] = sum(unit.n_bytes for unit in own) + _rest(component)
+        units[component.name] = f"{len(own)}/{len(component.stream)}"
+    last = cycle[-1].name
+    weights[last] += segment_bytes(stream.resident_bytes) - stream.resident_bytes
+    weights[f"{last} ring"] = segment_bytes(stream.ring_bytes)
+    units[last] += f" + ring {stream.ring_bytes / MIB:.0f} MiB"

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from sdx_accel.budget.plan import HOST_MEMORY
 from sdx_accel.cli.job import Job
 from sdx_accel.cli.prepare import Prepared
 from sdx_accel.errors import BudgetError
@@ -14,7 +15,14 @@ SHOWN_BUDGET_GIB = 8.0
 _DTYPE_FLAGS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
-def plan_job(prepared: Prepared, device: str, dtype: str, quality: str | None = None) -> Any:
+def plan_job(
+    prepared: Prepared,
+    device: str,
+    dtype: str,
+    quality: str | None = None,
+    *,
+    learn: bool = True,
+) -> Any:
     """The `Plan` of one picture of a job, from configurations only.
 
     Args:
@@ -22,6 +30,7 @@ def plan_job(prepared: Prepared, device: str, dtype: str, quality: str | None = 
         device: "cpu" or "cuda:N".
         dtype: "auto" or one of the dtypes that the weights can have.
         quality: instead of the job's.
+        learn: whether what earlier runs took beyond their plans is planned for.
     """
     import sdx_accel
 
@@ -37,6 +46,8 @@ def plan_job(prepared: Prepared, device: str, dtype: str, quality: str | None = 
         quality=quality or job.quality,
         device=device,
         image=job.image is not None,
+        ram=job.ram,
+        learn=learn,
     )
 
 
@@ -87,15 +98,24 @@ def refuse_infeasible(plan: Any, prepared: Prepared, device: str) -> None:
         BudgetError: with the plan.
     """
     job = prepared.job
-    # on the CPU nothing is enforced: only a budget that the user named is refused there
-    if plan.feasible or (device == "cpu" and job.vram is None):
+    # on the CPU nothing is enforced: only a limit that the user named is refused there
+    named = job.ram if plan.binding_phase == HOST_MEMORY else job.vram
+    if plan.feasible or (device == "cpu" and named is None):
         return
+    raise BudgetError(
+        f"this job does not fit: {plan.shortfall()}. {_ways(plan, prepared, device)}", plan
+    )
+
+
+def _ways(plan: Any, prepared: Prepared, device: str) -> str:
+    """What to change, in words."""
+    job = prepared.job
+    if plan.binding_phase == HOST_MEMORY:
+        enough = math.ceil(plan.host_gib * 100) / 100
+        return f"Use --ram {enough:g} or more, or a model with smaller weights"
     # rounded up: the figure that is printed has to work
     smallest = math.ceil(plan.smallest_budget_gib * 100) / 100
     ways = [f"--vram {smallest:g} or more"]
     if job.quality == "exact" and plan_job(prepared, device, job.dtype, "near").feasible:
         ways.append("--quality near (the VAE works in tiles)")
-    raise BudgetError(
-        f"this job does not fit: {plan.shortfall()}. Use {', '.join(ways)}, or a smaller picture",
-        plan,
-    )
+    return f"Use {', '.join(ways)}, or a smaller picture"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sdx_accel.errors import WorkError
+from sdx_accel.errors import BudgetExceeded, WorkError
 
 __all__ = ["finite_decode"]
 
@@ -95,7 +95,7 @@ def _decode_in_fp32(
 
     try:
         return on(home)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, BudgetExceeded):
         result = on(torch.device("cpu"))
     if isinstance(result, tuple):
         return (result[0].to(home), *result[1:])

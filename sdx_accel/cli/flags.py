@@ -9,19 +9,18 @@ from typing import Any
 
 from sdx_accel.budget import units
 from sdx_accel.errors import RefusedError
+from sdx_accel.runtime import host_memory
 
 __all__ = [
     "Dtype",
     "Format",
     "Quality",
     "parse_device",
+    "parse_ram",
     "parse_vram",
     "refuse_unbuilt",
 ]
 
-_UNBUILT = {
-    "ram": "--ram is not built yet; built: --vram (the plan prints the host memory it needs)",
-}
 _QUALITIES = ("exact", "near")
 
 
@@ -64,6 +63,16 @@ def parse_vram(text: str) -> str:
     return text.strip().lower()
 
 
+def parse_ram(text: str) -> str:
+    """Check an amount of host memory as `parse_vram` checks a budget.
+
+    Raises:
+        RefusedError: anything else, or zero.
+    """
+    host_memory.parse_ram(text)
+    return text.strip().lower()
+
+
 def parse_device(text: str) -> str:
     """Check a device's spelling: auto, cpu, cuda or cuda:N.
 
@@ -85,9 +94,6 @@ def refuse_unbuilt(flags: dict[str, Any]) -> None:
     Raises:
         RefusedError: the first such flag.
     """
-    for name, message in _UNBUILT.items():
-        if flags.get(name) is not None:
-            raise RefusedError(message)
     quality = flags.get("quality")
     if quality is not None and quality not in _QUALITIES:
         raise RefusedError(f"--quality {quality} is not built yet; built: {', '.join(_QUALITIES)}")

@@ -117,7 +117,13 @@ def generate(
         str | None,
         typer.Option(help="Budget: GiB, auto (what is free), 80%, or -1 (free minus 1 GiB)."),
     ] = None,
-    ram: Annotated[str | None, typer.Option(help="Not built yet.")] = None,
+    ram: Annotated[
+        str | None,
+        typer.Option(
+            help="Host memory that weights may take: GiB, auto, 80%, or -2 (all but 2 GiB). "
+            "Default: not limited."
+        ),
+    ] = None,
     quality: Annotated[
         Quality | None,
         typer.Option(help="exact (default): same mathematics. near: VAE tiles. fast: not built."),
@@ -129,6 +135,12 @@ def generate(
     format: Annotated[Format | None, typer.Option(help="Default: png.")] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a file of the same name.")
+    ] = False,
+    no_learn: Annotated[
+        bool,
+        typer.Option(
+            "--no-learn", help="Neither use nor keep what earlier runs took beyond their plans."
+        ),
     ] = False,
     config: Annotated[
         str | None, typer.Option(help="Configuration folder for a single-file model.")
@@ -160,7 +172,7 @@ def generate(
         talk = Talk(json)
         prepared = prepare(flags, talk.note)
         destination = choose_destination(prepared, flags, talk.note)
-        outcome = run_job(prepared, destination, talk)
+        outcome = run_job(prepared, destination, talk, learn=not no_learn)
         talk.result(
             [str(path) for path in outcome.paths],
             {

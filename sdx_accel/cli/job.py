@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from sdx_accel.cli.adapter_flags import PARTS, ControlNet, Embedding, IpAdapter, Lora
-from sdx_accel.cli.flags import Dtype, parse_device, parse_vram, refuse_unbuilt
+from sdx_accel.cli.flags import Dtype, parse_device, parse_ram, parse_vram, refuse_unbuilt
 from sdx_accel.cli.sizes import check_size
 from sdx_accel.errors import RefusedError
 
@@ -50,6 +50,7 @@ class Job:
         vram: the budget as text, None = auto on a GPU.
         quality: exact or near.
         config: configuration folder for a single-file model, or None.
+        ram: host memory that weights may take, as text; None = not limited.
 
     Raises:
         RefusedError: a value is outside its range; SizeError for a size.
@@ -79,6 +80,7 @@ class Job:
     vram: str | None = None
     quality: str = "exact"
     config: str | None = None
+    ram: str | None = None
 
     def __post_init__(self) -> None:
         check_size(self.width, self.height)
@@ -98,6 +100,8 @@ class Job:
         parse_device(self.device)
         if self.vram is not None:
             parse_vram(self.vram)
+        if self.ram is not None:
+            parse_ram(self.ram)
         self._check_pictures()
         self._check_refiner()
 

@@ -1,6 +1,7 @@
 """The verb `plan`: whether a job fits, and where everything lies, without loading weights."""
 
 import json as json_format
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -66,13 +67,20 @@ def plan(
     device: Annotated[
         str | None, typer.Option(metavar="auto|cpu|cuda[:N]", help="Default: auto.")
     ] = None,
-    ram: Annotated[str | None, typer.Option(help="Not built yet.")] = None,
+    ram: Annotated[
+        str | None, typer.Option(help="Host memory for weights: GiB, auto, 80%, or -2.")
+    ] = None,
     quality: Annotated[
         Quality | None, typer.Option(help="exact (default) or near; fast is not built.")
     ] = None,
     config: Annotated[
         str | None, typer.Option(help="Configuration folder for a single-file model.")
     ] = None,
+    plot: Annotated[
+        str | None,
+        typer.Option(metavar="PICTURE", help="Draw the memory over the phases: .png, .svg, .pdf."),
+    ] = None,
+    no_learn: Annotated[bool, typer.Option("--no-learn", help="As in generate.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     # a line of generate's can be planned as it is: these change no memory
     mask: _Ignored = None,
@@ -92,17 +100,23 @@ def plan(
     with json_on_error(json):
         from sdx_accel.cli.budgeting import budget_note, plan_job
         from sdx_accel.cli.devices import pick_device
+        from sdx_accel.cli.plot import check_plot, plot_plan
         from sdx_accel.cli.prepare import prepare
         from sdx_accel.cli.talk import Talk, one_voice
 
         talk = Talk(json)
+        picture = None if plot is None else Path(plot)
+        if picture is not None:
+            check_plot(picture)
         prepared = prepare(flags, talk.note, only_plan=True)
         with one_voice(talk):
             job = prepared.job
             device = pick_device(job.device)
             if sentence := budget_note(job, device):
                 talk.note(sentence)
-            made = plan_job(prepared, device, job.dtype)
+            made = plan_job(prepared, device, job.dtype, learn=not no_learn)
+        if picture is not None:
+            plot_plan(made, picture)
         if json:
             print(json_format.dumps(json_format.loads(made.to_json())))
         else:

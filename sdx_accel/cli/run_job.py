@@ -21,7 +21,7 @@ from sdx_accel.cli.prepare import Prepared
 from sdx_accel.cli.progress import StepProgress
 from sdx_accel.cli.prompts import prompt_notes
 from sdx_accel.cli.talk import Talk, one_voice
-from sdx_accel.errors import WorkError
+from sdx_accel.errors import BudgetExceeded, WorkError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -48,7 +48,9 @@ class Outcome:
     seconds: float = 0.0
 
 
-def run_job(prepared: Prepared, destination: Destination, talk: Talk) -> Outcome:
+def run_job(
+    prepared: Prepared, destination: Destination, talk: Talk, *, learn: bool = True
+) -> Outcome:
     """Make and save every picture of a job.
 
     Pictures are made by separate calls, so that memory does not grow with their number and
@@ -58,6 +60,7 @@ def run_job(prepared: Prepared, destination: Destination, talk: Talk) -> Outcome
         prepared: from `prepare`.
         destination: from `choose_destination`.
         talk: where messages go.
+        learn: whether plans use, and runs keep, what phases took beyond their predictions.
 
     Raises:
         SdxError: refused (budget, model, LoRA) or failed.
@@ -76,7 +79,7 @@ def run_job(prepared: Prepared, destination: Destination, talk: Talk) -> Outcome
         for sentence in (budget_note(job, device), _threads_note(prepared, device)):
             if sentence:
                 talk.note(sentence)
-        plan = plan_job(prepared, device, str(dtype).removeprefix("torch."))
+        plan = plan_job(prepared, device, str(dtype).removeprefix("torch."), learn=learn)
         talk.say(plan.explain())
         refuse_infeasible(plan, prepared, device)
         outcome.plan = plan.to_dict()
@@ -88,10 +91,10 @@ def run_job(prepared: Prepared, destination: Destination, talk: Talk) -> Outcome
             negative = pipe.maybe_convert_prompt(negative, pipe.tokenizer)
         for sentence in prompt_notes(pipe, prompt, negative):
             talk.note(sentence)
-        held = _place(pipe, job, device, plan.feasible, talk)
+        held = _place(pipe, job, device, plan.feasible, learn, talk)
         try:
             for index in range(job.num):
-                picture = _make(pipe, prepared, index, device, talk)
+                picture = _make(pipe, prepared, index, device, plan.seconds_per_step, talk)
                 record = _record(prepared.job.single(index), prepared, pipe, device, outcome.plan)
                 outcome.paths.append(_save(picture, record, prepared, index, destination, talk))
                 outcome.seeds.append(job.seed + index)
@@ -128,7 +131,7 @@ def _threads_note(prepared: Prepared, device: str) -> str | None:
     )
 
 
-def _place(pipe: Any, job: Job, device: str, feasible: bool, talk: Talk) -> bool:
+def _place(pipe: Any, job: Job, device: str, feasible: bool, learn: bool, talk: Talk) -> bool:
     """Patch the pipeline and put it on its device; False when everything of ours is off."""
     import sdx_accel  # noqa: F401  (attaches enable_xattn to diffusers' classes)
 
@@ -139,14 +142,28 @@ def _place(pipe: Any, job: Job, device: str, feasible: bool, talk: Talk) -> bool
     if device == "cpu" and not feasible:
         pipe.enable_xattn()
         return True
-    pipe.enable_xattn(vram=budget_of(job, device), device=device, quality=job.quality)
+    pipe.enable_xattn(
+        vram=budget_of(job, device),
+        ram=job.ram,
+        device=device,
+        quality=job.quality,
+        learn=learn,
+    )
     return True
 
 
-def _make(pipe: Any, prepared: Prepared, index: int, device: str, talk: Talk) -> "Image":
-    """One picture; noise is drawn on the CPU, so that no placement or device changes it."""
+def _make(
+    pipe: Any, prepared: Prepared, index: int, device: str, pace: float, talk: Talk
+) -> "Image":
+    """One picture; noise is drawn on the CPU, so that no placement or device changes it.
+
+    `pace` is the predicted time of a step in seconds, 0 for none.
+    """
     import torch
     from PIL import Image
+
+    from sdx_accel.runtime.enforce import spill_note
+    from sdx_accel.runtime.host_memory import limits
 
     job = prepared.job
     title = "picture" if job.num == 1 else f"picture {index + 1} of {job.num}"
@@ -164,14 +181,17 @@ def _make(pipe: Any, prepared: Prepared, index: int, device: str, talk: Talk) ->
     try:
         with progress, finite_decode(pipe, talk.note):
             result = pipe(**arguments)
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, BudgetExceeded) as error:
+        said = f" ({error})" if isinstance(error, BudgetExceeded) else ""
         raise WorkError(
-            f"{title}: {device} ran out of memory after step {progress.done}; pictures made before "
-            "are saved. Close other programs that use the card, or make a smaller picture"
+            f"{title}: {device} ran out of memory after step {progress.done}{said}; pictures made "
+            "before are saved. Close other programs that use the card, or make a smaller picture"
         ) from error
     picture: Image.Image = result.images[0].convert("RGB")
     if progress.seconds_per_step is not None:
         talk.say(f"{title}: {progress.done} steps, {progress.seconds_per_step:.3g} s/step")
+    if device != "cpu" and (sentence := spill_note(progress.seconds_per_step, pace, limits())):
+        talk.note(sentence)
     if prepared.image is not None and prepared.mask is not None:
         size = (job.width, job.height)
         original, mask = prepared.image.resized(*size), prepared.mask.resized(*size)

@@ -9,22 +9,24 @@ from typing import Any
 import torch
 
 from sdx_accel.budget.machine import Machine
-from sdx_accel.budget.plan import Plan
+from sdx_accel.budget.plan import HOST_MEMORY, Plan
 from sdx_accel.budget.search import SLACK_BYTES
-from sdx_accel.budget.units import GIB, VramRequest
+from sdx_accel.budget.units import GIB
 from sdx_accel.errors import BudgetError, PlacementError, RefusedError
 from sdx_accel.runtime import held
-from sdx_accel.runtime.descriptions import ModelDescription
+from sdx_accel.runtime.calibration import record_for
 from sdx_accel.runtime.enforce import Enforcer, NoEnforcer
 from sdx_accel.runtime.executor import Executor
 from sdx_accel.runtime.meta_models import default_size, describe_pipeline
 from sdx_accel.runtime.phase_calls import Job, set_bands, set_tiling
 from sdx_accel.runtime.pipeline_parts import pipeline_models
-from sdx_accel.runtime.planning import job_of_call, plan_job
+from sdx_accel.runtime.planning import job_of_call
 from sdx_accel.runtime.probe import open_card, read_idle_cards, warm_up
+from sdx_accel.runtime.session_plans import Place, Planner, Terms
+from sdx_patches.text_kv import text_projections
 from sdx_patches.vae import bands_of, copied_bands
 
-__all__ = ["BudgetSession"]
+__all__ = ["BudgetSession", "Terms"]
 
 _log = logging.getLogger("sdx_accel")
 
@@ -68,25 +70,22 @@ class BudgetSession:
 
     Args:
         pipe: a diffusers pipeline, patched already.
-        request: the budget as asked.
+        terms: the budget as asked, and what goes with it.
         device: where to compute.
-        quality: "exact" or "near".
 
     Raises:
         PlacementError: offload hooks or a device map are in the way.
         RefusedError: a model whose memory cannot be planned yet.
     """
 
-    def __init__(self, pipe: Any, request: VramRequest, device: torch.device, quality: str) -> None:
+    def __init__(self, pipe: Any, terms: Terms, device: torch.device) -> None:
         _refuse_foreign_placement(pipe)
-        self.request = request
-        self.quality = quality
         self.device = device
         self._pipe_class = type(pipe)
-        self._description: ModelDescription = describe_pipeline(pipe)
+        description = describe_pipeline(pipe)
         # a safety checker and the like run where the pipeline puts them; only models with a
         # description are placed
-        missing = [n for n in ("unet", "vae") if n not in self._description.components]
+        missing = [n for n in ("unet", "vae") if n not in description.components]
         if missing:
             raise RefusedError(
                 f"this pipeline has no {' and no '.join(missing)}: a budget cannot be planned for "
@@ -98,19 +97,20 @@ class BudgetSession:
         self._audited: Plan | None = None
         #: driver-visible bytes of this process: "idle", "context", "libraries"
         self.readings: dict[str, int | None] = {}
-        self._notes: tuple[str, ...] = ()
         enforcer = NoEnforcer()
-        self.machine = Machine.generic()
+        place = Place(Machine.generic(), notes=("not enforced on CPU",))
         if device.type == "cuda":
-            self.machine, enforcer = self._start_card(modules)
+            place, enforcer = self._start_card(modules)
         self.executor = Executor(modules, device, enforcer, moves=device.type == "cuda")
         # bands that a copy of a held model has kept are as good as ours: nobody else ends them
         self.executor.banded = copied_bands(modules.get("vae"))
-        self._plans: dict[Job, Plan] = {}
+        self._planner = Planner(terms, place, description, self.executor.modules)
         # planned before anything is held, so that a refusal leaves the pipeline as it was
         self._default = self._plan(self._default_job())
         # a pipeline that is dropped while held must not leave its cap to the process
         self._current = self._default
+        self._job = self._default_job()
+        self.executor.replan = self._replan
         self._undo = held.hold_models(self.executor)
         self._dropped = weakref.finalize(pipe, _abandon, self._undo, self.executor)
         self._dropped.atexit = False
@@ -124,11 +124,13 @@ class BudgetSession:
         else:
             self.executor.take()
 
-    def _start_card(self, modules: dict[str, torch.nn.Module]) -> tuple[Machine, Enforcer]:
+    def _start_card(self, modules: dict[str, torch.nn.Module]) -> tuple[Place, Enforcer]:
         read_idle_cards()
         card = open_card(self.device)
         self.readings = {"idle": card.idle_bytes, "context": card.process_bytes()}
         warm_up(card.device, [next(m.parameters()).dtype for m in modules.values()])
+        record = record_for(card)
+        card.settle()
         self.readings["libraries"] = card.process_bytes()
         resident = sum(
             p.numel() * p.element_size()
@@ -137,27 +139,37 @@ class BudgetSession:
             if p.device.type == "cuda"
         )
         others = torch.cuda.memory_allocated(card.device) - resident
-        machine = card.machine()
+        machine, notes = card.machine(record), tuple[str, ...]()
         if others > SLACK_BYTES:
-            self._notes = (
-                f"already in use by other tensors of this process: {others / GIB:.2f} GiB",
-            )
+            notes = (f"already in use by other tensors of this process: {others / GIB:.2f} GiB",)
             machine = replace(machine, non_torch_bytes=machine.non_torch_bytes + others)
-        return machine, Enforcer(card)
+        place = Place(machine, card.key, card.free_bytes, card.is_disturbed, notes)
+        return place, Enforcer(card)
 
     @property
     def plan(self) -> Plan:
         """The plan of the last job, or of the model's default size before the first."""
         return self._current
 
-    def change(self, request: VramRequest, quality: str) -> None:
+    @property
+    def terms(self) -> Terms:
+        """What is held to."""
+        return self._planner.terms
+
+    @property
+    def machine(self) -> Machine:
+        """The card, as it was when the terms were accepted."""
+        return self._planner.place.machine
+
+    def change(self, terms: Terms) -> None:
         """Another budget for the same pipeline; nothing is installed twice."""
-        before = self.request, self.quality, self._plans
-        self.request, self.quality, self._plans = request, quality, {}
+        before = self._planner
+        place = before.place.as_now()
+        self._planner = Planner(terms, place, before.description, self.executor.modules)
         try:
             self._default = self._plan(self._default_job())
         except BaseException:
-            self.request, self.quality, self._plans = before
+            self._planner = before
             raise
         self._current = self._default
         self._announce(self._default)
@@ -165,37 +177,26 @@ class BudgetSession:
             self._hold(self._default)
 
     def _default_job(self) -> Job:
-        height, width = default_size(self._description.components)
-        return Job(height, width)
+        height, width = default_size(self._planner.description.components)
+        return self._with_text(Job(height, width))
 
-    def _dtypes(self) -> dict[str, str]:
-        return {
-            name: str(next(p.dtype for p in module.parameters() if p.is_floating_point()))[6:]
-            for name, module in self.executor.modules.items()
-        }
+    def _with_text(self, job: Job) -> Job:
+        """Looked at for each job: a part that was compiled since reads the text by itself."""
+        unet = self.executor.modules["unet"]
+        return replace(job, text_kv=bool(text_projections(unet)))
 
-    def _plan(self, job: Job) -> Plan:
-        # tiling that the user switched on stays, and is planned as it is
+    def _plan(self, job: Job, quality: str | None = None) -> Plan:
+        return self._planner.plan(self._as_set_up(job), quality)
+
+    def _as_set_up(self, job: Job) -> Job:
+        """The job with what the user has switched on in the VAE, which is planned as it is."""
         tiling = None if self._tiled_by_us else _tiling_of(self.executor.modules.get("vae"))
         if tiling and tiling[0] and tiling[1] < max(job.height, job.width):
             job = replace(job, tile=tiling[1])
-        # so do bands
         vae = self.executor.modules.get("vae")
         if vae is not None and not self.executor.banded and (bands := bands_of(vae)):
             job = replace(job, bands=bands)
-        if job not in self._plans:
-            notes = ("not enforced on CPU",) if self.device.type == "cpu" else self._notes
-            self._plans[job] = plan_job(
-                self._description,
-                job,
-                self._dtypes(),
-                self.machine,
-                self.request,
-                self.quality,
-                self.executor.modules,
-                notes,
-            )
-        return self._plans[job]
+        return job
 
     def _announce(self, plan: Plan) -> None:
         _log.info("%s", plan.explain())
@@ -220,21 +221,30 @@ class BudgetSession:
     def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.executor.generation != self._generation:
             # adapters or a cast have changed what the weights take
-            self._plans.clear()
-            self._description = describe_pipeline(self._pipe())
+            self._planner.describe(describe_pipeline(self._pipe()))
             self._generation = self.executor.generation
         self._refuse_swapped()
         unet = self.executor.modules["unet"]
-        scale = 2 ** (len(self._description.components["vae"].config["block_out_channels"]) - 1)
-        job = job_of_call(self._pipe_class, unet.config, scale, args, kwargs)
+        components = self._planner.description.components
+        scale = 2 ** (len(components["vae"].config["block_out_channels"]) - 1)
+        job = self._with_text(job_of_call(self._pipe_class, unet.config, scale, args, kwargs))
         if not _plannable(job, scale):
             return  # the pipeline's own checks say what is wrong with such a call
+        self._planner.look()
         plan = self._plan(job)
         if not plan.feasible:
             raise BudgetError(f"{plan.shortfall()}{self._alternatives(job)}", plan)
         if plan not in (self.executor.plan, self._default):
             self._announce(plan)
+        self._job = job
         self._hold(plan)
+
+    def _replan(self, phase: str, more: int) -> Plan:
+        """Memory was refused in a phase: hold a plan that leaves it more, where there is one."""
+        plan = self._planner.spare(self._as_set_up(self._job), phase, more)
+        if plan.feasible:
+            self._hold(plan)
+        return plan
 
     def _after_call(self) -> None:
         """Say what each phase took: once a plan, and again whenever a prediction was too low."""
@@ -246,6 +256,7 @@ class BudgetSession:
             for record in records:
                 _log.info("%s", record)
         self._audited = self.executor.plan
+        self._planner.learn(self._as_set_up(self._job), self._current, list(records))
 
     def _refuse_swapped(self) -> None:
         parts = pipeline_models(self._pipe())
@@ -262,17 +273,10 @@ class BudgetSession:
 
     def _alternatives(self, job: Job) -> str:
         """The nearest changes that fit, in words."""
+        if self._plan(job).binding_phase == HOST_MEMORY:
+            return "; give ram a larger amount or leave it out"
         found = [f"; try vram={self.plan_smallest(job):g}"]
-        near = plan_job(
-            self._description,
-            job,
-            self._dtypes(),
-            self.machine,
-            self.request,
-            "near",
-            self.executor.modules,
-        )
-        if near.feasible and self.quality == "exact":
+        if self.terms.quality == "exact" and self._plan(job, "near").feasible:
             found.append("or quality='near' (VAE in tiles)")
         for share in (0.75, 0.5):
             smaller = replace(
@@ -295,6 +299,8 @@ class BudgetSession:
         if (pipe := self._pipe()) is not None:
             held.let_go(pipe)
         self._undo()
+        # the executor must not keep its session
+        self.executor.replan = None
         self.executor.release()
         if self._tiled_by_us and self._tiling is not None:
             _restore_tiling(self.executor.modules["vae"], self._tiling)
@@ -311,6 +317,7 @@ def _plannable(job: Job, scale: int) -> bool:
 def _abandon(undo: Callable[[], None], executor: Executor) -> None:
     """The pipeline was dropped while held: its models, which may live on, become stock again."""
     undo()
+    executor.replan = None
     if executor.banded:
         set_bands(executor.modules["vae"], None)
     executor.abandon()

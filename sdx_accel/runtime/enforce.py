@@ -7,9 +7,14 @@ import torch
 from sdx_accel.budget.plan import Plan
 from sdx_accel.budget.search import SLACK_BYTES
 from sdx_accel.budget.units import GIB, MIB, to_gib
+from sdx_accel.runtime.host_memory import HostLimits
 from sdx_accel.runtime.probe import Card
 
-__all__ = ["Audit", "Enforcer", "NoEnforcer", "PhaseRecord"]
+__all__ = ["Audit", "Enforcer", "NoEnforcer", "PhaseRecord", "spill_note"]
+
+# beyond predictions' errors: a step whose memory the driver has moved to the host was seen to take
+# six times as long
+SPILL_FACTOR = 3.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,25 @@ class Audit:
     def add(self, record: PhaseRecord) -> None:
         """Keep a record in place of the phase's earlier one."""
         self.records[record.name] = record
+
+
+def spill_note(seconds: float | None, predicted: float, host: HostLimits) -> str | None:
+    """A sentence where steps are so slow that the driver may have moved memory to the host.
+
+    Args:
+        seconds: a step as measured, None when it was not.
+        predicted: a step as planned, 0 when it was not.
+        host: only Windows' driver, also below WSL, does such a thing instead of refusing memory.
+    """
+    if not (host.windows or host.wsl) or not seconds or not predicted:
+        return None
+    if seconds < SPILL_FACTOR * predicted:
+        return None
+    return (
+        f"steps took {seconds:.3g} s, {predicted:.3g} s were predicted: the driver may have moved "
+        "the card's memory to the host; in the NVIDIA Control Panel set CUDA - Sysmem Fallback "
+        "Policy to Prefer No Sysmem Fallback, or give a smaller --vram"
+    )
 
 
 class NoEnforcer:

@@ -12,6 +12,9 @@ from torch.utils._pytree import tree_map
 
 from sdx_accel.errors import PlacementError
 from sdx_accel.runtime.executor import Executor
+from sdx_accel.runtime.prompt_cache import PromptCache
+from sdx_accel.runtime.recovery import exceeded, recovering
+from sdx_accel.runtime.text_kv_phase import TextKVPhase
 
 __all__ = ["hold_models", "hold_pipeline", "is_held", "let_go"]
 
@@ -129,6 +132,7 @@ def _refuse_moves(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 def hold_models(executor: Executor) -> Callable[[], None]:
     """Make each model say when its phase begins; returns the undo."""
     handles = []
+    executor.retries = []
     for name, module in executor.modules.items():
         members: dict[str, Any] = {
             "device": property(lambda self: self.__dict__[_STATE].device),
@@ -144,11 +148,17 @@ def hold_models(executor: Executor) -> Callable[[], None]:
             members["encode"] = _make_coder("encode", type(module))
             members["decode"] = _make_coder("decode", type(module))
         else:
+            members["__call__"] = _make_call(executor, name, type(module))
             hook = _BeginPhase(executor, name, _phase_of(name))
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         _swap_class(module, executor, members)
 
+    text_kv = TextKVPhase(executor)
+    executor.on_call.append(text_kv)
+
     def undo() -> None:
+        text_kv.close()
+        executor.on_call.remove(text_kv)
         for handle in handles:
             handle.remove()
         for module in executor.modules.values():
@@ -161,6 +171,17 @@ def _phase_of(name: str) -> str:
     if name.startswith("text_encoder") or name == "image_encoder":
         return "text"
     return {"safety_checker": "decode", "refiner": "refine"}.get(name, "denoise")
+
+
+def _make_call(executor: Executor, name: str, base: Any) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return base.__call__(self, *args, **kwargs)
+        return recovering(
+            executor, name, _phase_of(name), lambda: base.__call__(self, *args, **kwargs)
+        )
+
+    return call
 
 
 def _make_apply(executor: Executor, base: Any) -> Callable[..., Any]:
@@ -209,8 +230,13 @@ def _make_to(name: str, base: type) -> Callable[..., Any]:
         # SDXL casts its VAE to fp32 around encode and decode: on the card, inside the phase
         executor.uncast(name)
         if dtypes[0] != next(self.parameters()).dtype:
-            executor.enter(_coder_phase(executor))
-            executor.cast(name, dtypes[0])
+            phase = _coder_phase(executor)
+
+            def cast() -> None:
+                executor.enter(phase)
+                executor.cast(name, dtypes[0])
+
+            recovering(executor, name, phase, cast)
         return self
 
     return to
@@ -235,15 +261,17 @@ def _coder_phase(executor: Executor) -> str:
 def _make_coder(phase: str, base: type) -> Callable[..., Any]:
     def code(self: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         executor: Executor = self.__dict__[_STATE]
-        executor.enter(phase)
-        executor.ensure("vae")
-        tensor = tensor.to(executor.device)
-        try:
-            return getattr(base, phase)(self, tensor, *args, **kwargs)
-        except torch.OutOfMemoryError:
-            # the sampled latents must not be lost: everything else leaves, then once more
-            executor.make_room("vae")
-        return getattr(base, phase)(self, tensor, *args, **kwargs)
+        dtype = next(self.parameters()).dtype
+
+        def once() -> Any:
+            executor.enter(phase)
+            if next(self.parameters()).dtype != dtype:
+                # cast by the pipeline, and back to the host's copy to make room for a new plan
+                executor.cast("vae", dtype)
+            executor.ensure("vae")
+            return getattr(base, phase)(self, tensor.to(executor.device), *args, **kwargs)
+
+        return recovering(executor, "vae", phase, once)
 
     return code
 
@@ -266,8 +294,13 @@ def hold_pipeline(
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         before_call(args, kwargs)
+        executor.retries = []
         try:
             result = base.__call__(self, *args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            if executor.plan is None:
+                raise
+            raise exceeded(executor, error) from error
         finally:
             executor.finish()
         after_call()
@@ -283,6 +316,8 @@ def hold_pipeline(
         "device": property(lambda self: executor.device),
         "_execution_device": property(lambda self: executor.device),
     }
+    if hasattr(base, "encode_prompt"):
+        members["encode_prompt"] = PromptCache(executor).wrap(base.encode_prompt)
     for name in _ADAPTER_METHODS:
         if hasattr(base, name):
             members[name] = _make_adapter_method(executor, getattr(base, name))

@@ -10,14 +10,14 @@ from typing import Any
 
 from sdx_accel.errors import CheckpointError
 
-__all__ = ["MINIMUM_VOCABULARY", "build_tokenizer"]
+__all__ = ["MINIMUM_VOCABULARY", "build_tokenizer", "byte_letters"]
 
 MINIMUM_VOCABULARY = 2 * 256 + 2
 _START = "<|startoftext|>"
 _END = "<|endoftext|>"
 
 
-def _byte_letters() -> list[str]:
+def byte_letters() -> list[str]:
     """One visible letter per byte, in CLIP's order: printable bytes first, then the others.
 
     The byte-level BPE convention: a printable Latin-1 byte stands for itself, the n-th other byte
@@ -49,7 +49,7 @@ def build_tokenizer(vocab_size: int, *, pad_token: str = _END, model_max_length:
             f"a text encoder with {vocab_size} token embeddings is too small for the offline "
             f"tokenizer, which needs {MINIMUM_VOCABULARY}"
         )
-    letters = _byte_letters()
+    letters = byte_letters()
     words = letters + [letter + "</w>" for letter in letters]
     words += [f"<|unused-{index}|>" for index in range(len(words), vocab_size - 2)]
     words += [_START, _END]

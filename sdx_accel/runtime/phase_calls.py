@@ -34,6 +34,7 @@ class Job:
         encode: whether a picture goes through the VAE's encoder first.
         tile: edge in pixels of the VAE's tiles, None for the whole picture at once.
         bands: "fast" or "low" for a VAE that works in bands of rows; None = it does not.
+        text_kv: whether the text's keys and values may be kept over the steps.
     """
 
     height: int
@@ -43,6 +44,7 @@ class Job:
     encode: bool = False
     tile: int | None = None
     bands: str | None = None
+    text_kv: bool = False
 
 
 #: the computation, its modules, the tensors that live through it, bytes of weights cast for it

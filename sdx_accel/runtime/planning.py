@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from sdx_accel.budget.advice import advice
 from sdx_accel.budget.machine import Machine
 from sdx_accel.budget.plan import Plan
+from sdx_accel.budget.profile import JobProfile
 from sdx_accel.budget.search import make_plan
-from sdx_accel.budget.units import VramRequest
+from sdx_accel.budget.units import GIB, VramRequest
 from sdx_accel.errors import RefusedError, SizeError
 from sdx_accel.runtime.descriptions import ModelDescription
 from sdx_accel.runtime.phase_calls import twin
@@ -20,6 +22,8 @@ from sdx_patches.vae import unsupported
 __all__ = ["QUALITIES", "check_quality", "job_of_call", "plan_job"]
 
 QUALITIES = ("exact", "near")
+# what a picture is taken to need where two plans are compared: the pipelines' defaults are 20 to 50
+STEPS = 20
 
 
 def check_quality(quality: str) -> None:
@@ -41,6 +45,8 @@ def plan_job(
     quality: str = "exact",
     modules: Mapping[str, torch.nn.Module] | None = None,
     notes: tuple[str, ...] = (),
+    floors: Mapping[str, int] | None = None,
+    ram: int | None = None,
 ) -> Plan:
     """Plan a job.
 
@@ -54,9 +60,11 @@ def plan_job(
             where it does not fit as a whole.
         modules: live models, whose weights are then counted as they are.
         notes: sentences to print with the plan.
+        floors: bytes by phase that it was seen to take above its prediction.
+        ram: most bytes of host memory that the weights may take.
 
     Returns:
-        The plan, feasible or not.
+        The plan, feasible or not, with what half a GiB more would buy.
 
     Raises:
         RefusedError: unknown quality, a relative budget without a card, an untraceable model.
@@ -67,26 +75,35 @@ def plan_job(
     budget, note = request.resolve(machine.total_bytes, machine.free_bytes)
     notes = (*notes, note) if note else notes
 
-    def attempt(tile: int | None = job.tile, bands: str | None = job.bands) -> Plan:
-        changed = replace(job, tile=tile, bands=bands)
-        profile = profile_job(description, changed, dtypes, modules)
-        return make_plan(profile, machine, budget, notes=notes)
+    profiles: dict[Job, JobProfile] = {}
 
-    best = attempt()
-    if job.tile or job.bands:
-        return best
-    if best.binding_phase in ("encode", "decode") and _bands_work(description, dtypes, modules):
-        best = _with_bands(best, attempt)
-    if quality == "exact":
-        return best
-    for tile in (t for t in TILES if t < max(job.height, job.width)):
-        if best.feasible and not best.moved_gib_per_picture:
-            break
-        candidate = attempt(tile)
-        # fewer, larger tiles have fewer seams: a smaller tile must buy something
-        if _rank(candidate) < _rank(best):
-            best = candidate
-    return best
+    def attempt(changed: Job, budget: int) -> Plan:
+        if changed not in profiles:
+            profiles[changed] = profile_job(description, changed, dtypes, modules)
+        return make_plan(profiles[changed], machine, budget, notes=notes, floors=floors, ram=ram)
+
+    def choose(budget: int) -> Plan:
+        best = attempt(job, budget)
+        if job.tile or job.bands:
+            return best
+        binds = best.binding_phase in ("encode", "decode")
+        if binds and _bands_work(description, dtypes, modules):
+            best = _with_bands(best, lambda bands: attempt(replace(job, bands=bands), budget))
+        if quality == "exact":
+            return best
+        tiles = [t for t in TILES if t < max(job.height, job.width)]
+        for tile in tiles:
+            if best.feasible and not best.moved_gib_per_picture:
+                break
+            candidate = attempt(replace(job, tile=tile), budget)
+            # fewer, larger tiles have fewer seams: a smaller tile must buy something
+            if _rank(candidate) < _rank(best):
+                best = candidate
+        # the smallest tile needs least: that it was not worth taking here changes no floor
+        return _with_floor(best, attempt(replace(job, tile=tiles[-1]), budget)) if tiles else best
+
+    best = choose(budget)
+    return replace(best, advice=advice(choose, best))
 
 
 def _bands_work(
@@ -99,19 +116,24 @@ def _bands_work(
     return not unsupported(getattr(vae, "_orig_mod", vae))
 
 
-def _with_bands(whole: Plan, attempt: Callable[..., Plan]) -> Plan:
+def _with_bands(whole: Plan, attempt: Callable[[str], Plan]) -> Plan:
     """The whole decode where it fits, else bands; the smallest budget is that of bands.
 
     Bands change the last bits of the picture, so while the whole decode fits, with weights moved
     out for it if need be, it is kept.
     """
-    low = attempt(bands="low")
-    best = whole if whole.feasible else min(attempt(bands="fast"), low, whole, key=_rank)
-    if low.smallest_budget_gib < best.smallest_budget_gib:
-        best = replace(
-            best, smallest_budget_gib=low.smallest_budget_gib, binding_phase=low.binding_phase
-        )
-    return best
+    low = attempt("low")
+    best = whole if whole.feasible else min(attempt("fast"), low, whole, key=_rank)
+    return _with_floor(best, low)
+
+
+def _with_floor(plan: Plan, other: Plan) -> Plan:
+    """`plan`, with the smallest budget of another choice where that is smaller."""
+    if other.smallest_budget_gib >= plan.smallest_budget_gib:
+        return plan
+    return replace(
+        plan, smallest_budget_gib=other.smallest_budget_gib, binding_phase=other.binding_phase
+    )
 
 
 def _check_job(description: ModelDescription, job: Job) -> None:
@@ -131,8 +153,10 @@ def _check_job(description: ModelDescription, job: Job) -> None:
 
 def _rank(plan: Plan) -> tuple[bool, float]:
     # where nothing fits, the reader wants the smallest budget that any choice works with
-    cost = plan.moved_gib_per_picture if plan.feasible else plan.smallest_budget_gib
-    return not plan.feasible, cost
+    if not plan.feasible:
+        return True, plan.smallest_budget_gib
+    moving = plan.moved_gib_per_picture * GIB / plan.machine.link_bytes_per_s
+    return False, moving + STEPS * plan.seconds_per_step
 
 
 def _first_size(picture: Any) -> tuple[int, int] | None:

@@ -1,23 +1,28 @@
-"""Readings of the real card: driver-visible use, free memory, link bandwidth.
+"""Readings of the real card: driver-visible use and free memory.
 
 Unknown is None, never a sentinel number. Reading NVML starts no CUDA context.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from sdx_accel.budget.machine import Machine
-from sdx_accel.budget.units import GIB, MIB
+from sdx_accel.budget.units import MIB
+from sdx_accel.runtime.calibration import Record, key_of
+from sdx_accel.runtime.host_memory import limits, pinnable_bytes
 from sdx_kernels import LowerTriangularMask, attend
 
 __all__ = ["Card", "open_card", "read_idle_cards", "warm_up"]
 
 # torch's cuBLAS workspace: 32 MiB on Hopper and later, 8 × 1 MiB + 2 × 64 KiB before
 BLAS_BYTES_SM90, BLAS_BYTES = 32 * MIB, round(8.125 * MIB)
+# code that the driver still loads after `warm_up`: tens of MiB were seen. What looks like more of
+# ours is another program's, where the driver does not tell whose it is
+LAZY_BYTES = 256 * MIB
 # readings of an idle card, by UUID, taken before this process started CUDA
 _idle_bytes: dict[str, int] = {}
 
@@ -73,11 +78,13 @@ class Card:
         device: torch's name for it.
         uuid: the driver's name for it; None when torch does not tell.
         idle_bytes: its use before this process started CUDA; None when it was too late to read.
+        settled_bytes: from `settle`; None before.
     """
 
     device: torch.device
     uuid: str | None
     idle_bytes: int | None
+    settled_bytes: int | None = None
 
     def process_bytes(self) -> int | None:
         """Driver-visible use of this process, or None when the driver does not tell.
@@ -85,7 +92,18 @@ class Card:
         Per process where NVML knows this process (not in most containers), else the rise over the
         idle reading.
         """
-        nvml, handle = _nvml(), _handles().get(self.uuid or "")
+        handle = _handles().get(self.uuid or "")
+        told = self._told(handle)
+        if told is not None or handle is None:
+            return told
+        used = _used(handle)
+        if used is None or self.idle_bytes is None:
+            return None
+        return max(0, used - self.idle_bytes)
+
+    def _told(self, handle: Any) -> int | None:
+        """This process's use where the driver knows it, else None."""
+        nvml = _nvml()
         if nvml is None or handle is None:
             return None
         try:
@@ -94,36 +112,92 @@ class Card:
                     return int(process.usedGpuMemory)
         except nvml.NVMLError:
             pass
-        used = _used(handle)
-        if used is None or self.idle_bytes is None:
-            return None
-        return max(0, used - self.idle_bytes)
+        return None
 
     def non_torch_bytes(self) -> int | None:
-        """Context, libraries and loaded kernels: driver-visible use minus what torch reserves."""
-        seen = self.process_bytes()
-        return None if seen is None else max(0, seen - torch.cuda.memory_reserved(self.device))
+        """Context, libraries and loaded kernels: driver-visible use minus what torch reserves.
 
-    def machine(self, *, measure_link: bool = True) -> Machine:
-        """The card as a planner's record; starts CUDA."""
-        free, total = torch.cuda.mem_get_info(self.device)
-        reserved = torch.cuda.memory_reserved(self.device)
-        properties = torch.cuda.get_device_properties(self.device)
-        non_torch = self.non_torch_bytes()
-        generic = Machine.generic()
-        ours = non_torch if non_torch is not None else generic.non_torch_bytes
-        hopper = (properties.major, properties.minor) >= (9, 0)
-        return Machine(
-            name=properties.name,
-            total_bytes=total,
-            free_bytes=min(total, free + reserved + ours),
-            non_torch_bytes=ours,
-            link_bytes_per_s=(
-                _link_bytes_per_s(self.device) if measure_link else generic.link_bytes_per_s
-            ),
-            blas_workspace_bytes=BLAS_BYTES_SM90 if hopper else BLAS_BYTES,
-            source="measured" if non_torch is not None else "generic context",
+        A rise over the idle reading holds what others took since: it counts within `LAZY_BYTES`.
+        """
+        seen = self.process_bytes()
+        if seen is None:
+            return None
+        outside = max(0, seen - torch.cuda.memory_reserved(self.device))
+        if self.settled_bytes is None or self._told(_handles().get(self.uuid or "")) is not None:
+            return outside
+        # what has been loaded stays loaded: less is another program that has gone
+        return min(max(outside, self.settled_bytes), self.settled_bytes + LAZY_BYTES)
+
+    def settle(self) -> None:
+        """All libraries are loaded now: from here on this process takes little more."""
+        self.settled_bytes = self.non_torch_bytes()
+
+    def is_disturbed(self) -> bool:
+        """Whether another program's use since `settle` cannot be told from this process's."""
+        now = self.non_torch_bytes()
+        if now is None or self.settled_bytes is None:
+            return False
+        return now >= self.settled_bytes + LAZY_BYTES
+
+    @property
+    def key(self) -> str:
+        """What a calibration of this card is filed under."""
+        return key_of(
+            self.uuid or torch.cuda.get_device_properties(self.device).name,
+            _driver(),
+            torch.__version__,
+            str(torch.backends.cudnn.version()),
         )
+
+    def free_bytes(self) -> int:
+        """What this process may use at most: the driver's free memory and what is ours already."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        non_torch = self.non_torch_bytes()
+        ours = Machine.generic().non_torch_bytes if non_torch is None else non_torch
+        return min(total, free + torch.cuda.memory_reserved(self.device) + ours)
+
+    def machine(self, record: Record | None = None) -> Machine:
+        """The card as a planner's record; starts CUDA.
+
+        Args:
+            record: its calibration; without one the speeds are the generic ones.
+        """
+        properties = torch.cuda.get_device_properties(self.device)
+        generic, context = Machine.generic(), self.non_torch_bytes()
+        source = "measured"
+        if context is None and record is not None and record.context_bytes is not None:
+            context, source = record.context_bytes, "measured earlier"
+        elif context is None:
+            context, source = generic.non_torch_bytes, "generic context"
+        hopper = (properties.major, properties.minor) >= (9, 0)
+        machine = replace(
+            generic,
+            name=properties.name,
+            total_bytes=torch.cuda.mem_get_info(self.device)[1],
+            free_bytes=self.free_bytes(),
+            non_torch_bytes=context,
+            blas_workspace_bytes=BLAS_BYTES_SM90 if hopper else BLAS_BYTES,
+            source=source,
+            pinnable_bytes=pinnable_bytes(limits()),
+        )
+        if record is None:
+            return machine
+        return replace(
+            machine,
+            link_bytes_per_s=record.loaded_bytes_per_s,
+            pageable_bytes_per_s=record.pageable_bytes_per_s,
+            flops_per_s=record.flops_per_s,
+        )
+
+
+def _driver() -> str:
+    nvml = _nvml()
+    if nvml is None:
+        return "unknown"
+    try:
+        return _as_text(nvml.nvmlSystemGetDriverVersion())
+    except nvml.NVMLError:
+        return "unknown"
 
 
 def open_card(device: torch.device) -> Card:
@@ -134,24 +208,6 @@ def open_card(device: torch.device) -> Card:
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     name = None if uuid is None else f"GPU-{uuid}"
     return Card(device, name, _idle_bytes.get(name or ""))
-
-
-def _link_bytes_per_s(device: torch.device) -> float:
-    """Pinned host to device copies, best of five of 32 MiB; under 20 ms on PCIe 3.0 ×16."""
-    source = torch.empty(32 * MIB, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty_like(source, device=device)
-    best = 0.0
-    for _ in range(5):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        target.copy_(source, non_blocking=True)
-        end.record()
-        end.synchronize()
-        best = max(best, source.numel() / (start.elapsed_time(end) / 1e3))
-    del target
-    torch.cuda.empty_cache()
-    # two digits: enough to predict with, and equal from run to run
-    return float(f"{best:.1e}") if best < 100 * GIB else best
 
 
 def warm_up(device: torch.device, dtypes: list[torch.dtype]) -> None:

@@ -1,9 +1,10 @@
 """From a model's configurations and a job to what the planner needs; no weights, no GPU."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -14,8 +15,10 @@ from sdx_accel.runtime import trace
 from sdx_accel.runtime.descriptions import ModelDescription
 from sdx_accel.runtime.folder_loading import first_line
 from sdx_accel.runtime.meta_models import component_class
-from sdx_accel.runtime.phase_calls import Job, phase_call, twin, vae_dtype
-from sdx_accel.runtime.weights import split_weights, unit_bytes
+from sdx_accel.runtime.phase_calls import TOKENS, Job, phase_call, twin, vae_dtype
+from sdx_accel.runtime.stream_order import Layout, Order, UnitTrace, is_compiled, layout, remember
+from sdx_accel.runtime.weights import unit_bytes
+from sdx_patches.text_kv import text_projections
 
 __all__ = ["Job", "profile_job"]
 
@@ -33,6 +36,7 @@ TILES = (1536, 1024, 768, 512, 384)
 class _Traced:
     events: tuple[Event, ...]
     curve: tuple[float, ...]
+    orders: Mapping[str, Order]
 
 
 def profile_job(
@@ -59,16 +63,15 @@ def profile_job(
     for name in modules or ():
         _refuse_unknown(description, name)
     kinds = {name: _phases_of(name, description, job) for name in description.components}
-    components = []
-    for name, used_in in kinds.items():
-        if used_in:
-            module = (modules or {}).get(name)
-            # not `or`: a compiled module answers bool() with its len()
-            module = twin(description, name, dtypes[name]) if module is None else module
-            units = tuple(Unit(group[0][0], unit_bytes(group)) for group in split_weights(module))
-            components.append(Component(name, units, used_in))
-    names = [p for p in PHASES if _used(p, components)]
-    phases = tuple(_phase(p, description, job, dtypes, components) for p in names)
+    used = [p for p in PHASES if any(p in phases for phases in kinds.values())]
+    traced = {p: _trace(p, description, job, dtypes) for p in used}
+    orders = {name: order for t in traced.values() for name, order in t.orders.items()}
+    components = [
+        _component(name, description, job, dtypes, used_in, orders.get(name, ()), modules)
+        for name, used_in in kinds.items()
+        if used_in
+    ]
+    phases = tuple(_phase(p, traced[p], description, dtypes) for p in used)
     return JobProfile(
         model=description.source,
         job=asdict(job),
@@ -101,8 +104,50 @@ def _vae_mode(job: Job) -> str:
     return "whole picture" if job.bands is None else f"bands of rows ({job.bands})"
 
 
-def _used(phase: str, components: list[Component]) -> bool:
-    return any(phase in component.phases for component in components)
+def _component(
+    name: str,
+    description: ModelDescription,
+    job: Job,
+    dtypes: Mapping[str, str],
+    phases: tuple[str, ...],
+    order: Order,
+    modules: Mapping[str, torch.nn.Module] | None,
+) -> Component:
+    live = (modules or {}).get(name)
+    # not `or`: a compiled module answers bool() with its len()
+    module = twin(description, name, dtypes[name]) if live is None else live
+    if is_compiled(module):
+        # nobody sees its units run
+        order = ()
+    text = text_projections(module) if job.text_kv and name == "unet" and order else []
+    if live is None:
+        found = _twin_layout(name, module, order, tuple(text))
+    else:
+        found = layout(name, live, order, text)
+        remember(live, order, text)
+    return Component(
+        name,
+        tuple(Unit(group[0][0], unit_bytes(group)) for group in found.groups),
+        phases,
+        found.units,
+        found.text_chunks,
+        _kept_text_bytes(job, module, text, found),
+    )
+
+
+@lru_cache(maxsize=16)
+def _twin_layout(name: str, module: torch.nn.Module, order: Order, text: tuple[str, ...]) -> Layout:
+    # twins never change, and the search for tiles asks again and again
+    return layout(name, module, order, text)
+
+
+def _kept_text_bytes(job: Job, module: torch.nn.Module, text: Sequence[str], found: Layout) -> int:
+    """Bytes of the text's keys and values for all layers, as the job keeps them."""
+    if not found.text_chunks:
+        return 0
+    layers: list[Any] = [module.get_submodule(path) for path in text]
+    itemsize = next(module.parameters()).element_size()
+    return job.batch * (1 + job.guided) * TOKENS * itemsize * sum(n.out_features for n in layers)
 
 
 def _phases_of(name: str, description: ModelDescription, job: Job) -> tuple[str, ...]:
@@ -128,20 +173,19 @@ def _phases_of(name: str, description: ModelDescription, job: Job) -> tuple[str,
     )
 
 
-def _phase(
-    phase: str,
-    description: ModelDescription,
-    job: Job,
-    dtypes: Mapping[str, str],
-    components: list[Component],
-) -> PhaseProfile:
+def _trace(
+    phase: str, description: ModelDescription, job: Job, dtypes: Mapping[str, str]
+) -> _Traced:
     parts = _relevant_parts(phase, description)
-    text = parts.to_json()
     dtype_items = tuple(sorted((name, dtypes[name]) for name in parts.components))
-    carries: tuple[str, ...] = ()
-    if phase in ("encode", "decode") and vae_dtype(description, dtypes) != dtypes["vae"]:
-        carries = ("vae",)
-    traced = _traced(phase, text, _relevant(phase, job), dtype_items)
+    return _traced(phase, parts.to_json(), _relevant(phase, job), dtype_items)
+
+
+def _phase(
+    phase: str, traced: _Traced, description: ModelDescription, dtypes: Mapping[str, str]
+) -> PhaseProfile:
+    upcast = vae_dtype(description, dtypes) != dtypes["vae"]
+    carries = ("vae",) if phase in ("encode", "decode") and upcast else ()
     return PhaseProfile(phase, traced.events, traced.curve, carries)
 
 
@@ -166,8 +210,8 @@ def _relevant(phase: str, job: Job) -> Job:
     if phase == "text":
         return Job(0, 0, job.batch, job.guided)
     if phase in ("denoise", "refine"):
-        return replace(job, encode=False, tile=None, bands=None)
-    return replace(job, guided=True, encode=phase == "encode")
+        return replace(job, encode=False, tile=None, bands=None, text_kv=False)
+    return replace(job, guided=True, encode=phase == "encode", text_kv=False)
 
 
 @lru_cache(maxsize=64)
@@ -177,9 +221,15 @@ def _traced(phase: str, text: str, job: Job, dtype_items: tuple[tuple[str, str],
     try:
         call, modules, inputs, carried = phase_call(phase, description, job, dtypes)
         fixed = [t for m in modules for t in (*m.parameters(), *m.buffers())]
-        events, curve = trace.record(
-            call, fixed=fixed, inputs=inputs, repeat=2 if phase in ("denoise", "refine") else 1
-        )
+        units = UnitTrace(_roots(phase, description, modules))
+        with units.watch():
+            events, curve = trace.record(
+                call,
+                fixed=fixed,
+                inputs=inputs,
+                repeat=2 if phase in ("denoise", "refine") else 1,
+                work=units.count,
+            )
     except SdxError:
         raise
     except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
@@ -188,7 +238,20 @@ def _traced(phase: str, text: str, job: Job, dtype_items: tuple[tuple[str, str],
             f"a budget for this pipeline cannot be planned yet: its phase {phase!r} does not run "
             f"by itself ({first_line(error)}); enable_xattn() without vram works"
         ) from error
-    return _Traced(_with_carried(carried, events), curve)
+    return _Traced(_with_carried(carried, events), curve, units.orders())
+
+
+def _roots(
+    phase: str, description: ModelDescription, modules: Sequence[torch.nn.Module]
+) -> dict[str, torch.nn.Module]:
+    """The models of a `phase_call` by name, as far as their weights can be streamed."""
+    starts = {"text": ("text_encoder",), "denoise": ("unet",), "refine": ("refiner",)}
+    later = {"text": "image_encoder", "denoise": "controlnet"}
+    names = [name for name in description.components if name.startswith(starts.get(phase, ()))]
+    if phase in later:
+        names += [name for name in description.components if name.startswith(later[phase])]
+    # an image encoder that no adapter asks for is not run
+    return dict(zip(names, modules, strict=False))
 
 
 def _with_carried(carried: list[int], events: tuple[Event, ...]) -> tuple[Event, ...]:

@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from sdx_accel.budget.allocator import Event
 from sdx_accel.budget.units import MIB
@@ -25,6 +26,10 @@ _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten._convolution
 class _FusedAttention(TorchFunctionMode):
     """Gives attention the memory of a fused kernel: its output, and no scores."""
 
+    def __init__(self, work: Callable[[float], None] | None) -> None:
+        super().__init__()
+        self._work = work
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -35,13 +40,18 @@ class _FusedAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
             query, value = args[0], args[2] if len(args) > 2 else kwargs["value"]
+            if self._work:
+                # two products of N_q × N_k for each head
+                keys = value.shape[-2]
+                self._work(2.0 * query[..., 0].numel() * keys * (query.shape[-1] + value.shape[-1]))
             return query.new_empty((*query.shape[:-1], value.shape[-1]))
         return func(*args, **kwargs)
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, fixed: set[int]) -> None:
+    def __init__(self, fixed: set[int], work: Callable[[float], None] | None) -> None:
         super().__init__()
+        self._work = work
         self.events: list[Event] = []
         self.curve: list[int] = []
         self._known: dict[int, int] = {}
@@ -62,6 +72,9 @@ class _Recorder(TorchDispatchMode):
                 self.add(leaf)
         if func in _CONVOLUTIONS and isinstance(out, torch.Tensor):
             self._transient(_convolution_workspace(args[0], args[1], out))
+        operations = flop_registry.get(func.overloadpacket) if self._work else None
+        if operations is not None and self._work is not None:
+            self._work(operations(*args, **(kwargs or {}), out_val=out))
         return out
 
     def add(self, tensor: torch.Tensor) -> None:
@@ -108,6 +121,7 @@ def record(
     inputs: list[torch.Tensor],
     repeat: int = 1,
     samples: int = 64,
+    work: Callable[[float], None] | None = None,
 ) -> tuple[tuple[Event, ...], tuple[float, ...]]:
     """Run `call` on the meta device and return its allocator events.
 
@@ -117,14 +131,15 @@ def record(
         inputs: tensors that live through the call and count.
         repeat: how often the call runs; two shows what the second step of a loop finds cached.
         samples: length of the curve.
+        work: told the floating-point operations of each product and convolution as it runs.
 
     Returns:
         Events for `sdx_accel.budget.allocator`, and live bytes over the call in MiB.
     """
-    recorder = _Recorder({tensor.untyped_storage()._cdata for tensor in fixed})
+    recorder = _Recorder({tensor.untyped_storage()._cdata for tensor in fixed}, work)
     for tensor in inputs:
         recorder.add(tensor)
-    with torch.no_grad(), _FusedAttention(), recorder:
+    with torch.no_grad(), _FusedAttention(work), recorder:
         for _ in range(repeat):
             out = call()
             del out

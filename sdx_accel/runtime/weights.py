@@ -5,14 +5,23 @@ themselves for optimisers, adapters and hooks. Weights are read-only in inferenc
 is a free drop, coming back is one memcpy.
 """
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from sdx_accel.budget.units import MIB
 
-__all__ = ["ALIGN", "UNIT_BYTES", "WeightUnit", "split_weights", "unit_bytes"]
+__all__ = [
+    "ALIGN",
+    "UNIT_BYTES",
+    "WeightUnit",
+    "split_weights",
+    "tensor_bytes",
+    "unit_bytes",
+    "weight_tensors",
+]
 
 # torch's allocator aligns to 512 bytes; kernels chosen by alignment must not change with placement
 ALIGN = 512
@@ -24,7 +33,12 @@ def _aligned(n_bytes: int) -> int:
     return -(-n_bytes // ALIGN) * ALIGN
 
 
-def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """What a tensor takes in a unit, aligned."""
+    return _aligned(tensor.numel() * tensor.element_size())
+
+
+def weight_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers in order of registration, tied ones once."""
     seen: set[int] = set()
     for named in (module.named_parameters, module.named_buffers):
@@ -38,8 +52,8 @@ def split_weights(module: torch.nn.Module) -> list[list[tuple[str, torch.Tensor]
     """A module's tensors in groups of about `UNIT_BYTES`; the same split for meta and real ones."""
     groups: list[list[tuple[str, torch.Tensor]]] = []
     size = UNIT_BYTES + 1
-    for name, tensor in _tensors(module):
-        n_bytes = _aligned(tensor.numel() * tensor.element_size())
+    for name, tensor in weight_tensors(module):
+        n_bytes = tensor_bytes(tensor)
         if size + n_bytes > UNIT_BYTES:
             groups.append([])
             size = 0
@@ -50,11 +64,12 @@ def split_weights(module: torch.nn.Module) -> list[list[tuple[str, torch.Tensor]
 
 def unit_bytes(group: list[tuple[str, torch.Tensor]]) -> int:
     """Size of the one allocation that holds a group, in bytes."""
-    return sum(_aligned(tensor.numel() * tensor.element_size()) for _, tensor in group)
+    return sum(tensor_bytes(tensor) for _, tensor in group)
 
 
 @dataclass(eq=False)
 class _Slot:
+    name: str
     tensor: torch.Tensor
     offset: int
     n_bytes: int
@@ -62,8 +77,9 @@ class _Slot:
     shape: torch.Size
     stride: tuple[int, ...]
 
-    def view(self, blob: torch.Tensor) -> torch.Tensor:
-        flat = blob[self.offset : self.offset + self.n_bytes].view(self.dtype)
+    def view(self, blob: torch.Tensor, start: int | None = None) -> torch.Tensor:
+        start = self.offset if start is None else start
+        flat = blob[start : start + self.n_bytes].view(self.dtype)
         return flat.as_strided(self.shape, self.stride)
 
 
@@ -91,19 +107,26 @@ class WeightUnit:
         self._pinned = False
         self._slots: list[_Slot] = []
         offset = 0
-        for _, tensor in group:
+        for path, tensor in group:
             n_bytes = tensor.numel() * tensor.element_size()
-            slot = _Slot(tensor, offset, n_bytes, tensor.dtype, tensor.shape, _dense_stride(tensor))
+            stride = _dense_stride(tensor)
+            slot = _Slot(path, tensor, offset, n_bytes, tensor.dtype, tensor.shape, stride)
             host = slot.view(self._host)
             host.copy_(tensor.detach())
             tensor.data = host
             self._slots.append(slot)
             offset += _aligned(n_bytes)
+        self._offsets = [slot.offset for slot in self._slots]
 
     @property
     def loaded(self) -> bool:
         """Whether the device copy exists."""
         return self._device is not None
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the host copy's pages are locked."""
+        return self._pinned
 
     def pin(self) -> bool:
         """Lock the host blob's pages, so that a copy runs at the link's speed; False if refused.
@@ -131,11 +154,48 @@ class WeightUnit:
         return self.n_bytes
 
     @torch.inference_mode(False)
+    @torch.no_grad()
+    def load_range(self, offset: int, n_bytes: int, device: torch.device) -> int:
+        """`load` for one range, on a blob of its own that lives until the range points home."""
+        blob = torch.empty(n_bytes, dtype=torch.uint8, device=device)
+        blob.copy_(self.host_range(offset, n_bytes), non_blocking=self._pinned)
+        self.point(offset, n_bytes, blob)
+        return n_bytes
+
+    @torch.inference_mode(False)
     def drop(self) -> None:
         """Point the tensors at the host copy and let the device copy go; nothing is copied."""
         for slot in self._slots:
             slot.tensor.data = slot.view(self._host)
         self._device = None
+
+    def find(self, paths: Sequence[str]) -> list[tuple[int, int]]:
+        """(offset, bytes) of the tensors below some modules, one range for each tensor."""
+        return [
+            (slot.offset, _aligned(slot.n_bytes))
+            for slot in self._slots
+            if any(slot.name.startswith(f"{path}.") for path in paths)
+        ]
+
+    def host_range(self, offset: int, n_bytes: int) -> torch.Tensor:
+        """`n_bytes` of the host copy from `offset` on, to copy from."""
+        return self._host[offset : offset + n_bytes]
+
+    @torch.inference_mode(False)
+    def point(self, offset: int, n_bytes: int, blob: torch.Tensor | None, start: int = 0) -> None:
+        """Point the tensors of a range at `blob` from byte `start` on, or home; copies nothing.
+
+        Args:
+            offset, n_bytes: a range of the host copy that cuts no tensor.
+            blob: uint8, where the bytes of the range are or will be; None for the host copy.
+            start: byte of the blob that corresponds to `offset`.
+        """
+        first = bisect_left(self._offsets, offset)
+        for slot in self._slots[first : bisect_left(self._offsets, offset + n_bytes)]:
+            if blob is None:
+                slot.tensor.data = slot.view(self._host)
+            else:
+                slot.tensor.data = slot.view(blob, start + slot.offset - offset)
 
     def disown(self) -> None:
         """Forget the device copy after someone replaced the tensors' data (a dtype cast)."""

@@ -90,7 +90,30 @@ def test_json_has_the_published_names_and_comes_back_equal(sdxl):
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_a_budget_that_needs_streaming_is_refused_with_the_smallest_that_works(sdxl):
+def test_four_gib_streams():
+    plan = sdx_accel.plan("random:sdxl", vram=4, machine=Machine.generic())
+    assert plan.feasible
+    stream = plan.stream("denoise")
+    assert stream is not None
+    assert plan.seconds_per_step == stream.seconds
+    assert plan.predicted_peak_gib <= 4
+    assert "denoise streams" in plan.explain()
+    assert "0.5 GiB more" in plan.explain()
+    # the decode has the card to itself, in bands since it is in fp32
+    assert plan.placement["decode"] == {}
+    assert "bands" in plan.numerics["vae_mode"]
+
+
+def test_two_gib_do_not_hold_an_fp32_decode():
+    plan = sdx_accel.plan("random:sdxl", vram=2, machine=Machine.generic())
+    assert not plan.feasible
+    assert plan.shortfall().startswith("decode does not fit in 2.00 GiB")
+    assert 2.5 < plan.smallest_budget_gib < 3
+    # what is shown of each phase is the least that it can do with
+    assert all(p.predicted_peak_gib <= plan.smallest_budget_gib for p in plan.phases)
+
+
+def test_a_budget_that_is_too_small_is_refused_with_the_smallest_that_works(sdxl):
     plan = _plan(sdxl, 4)
     assert not plan.feasible
     assert f"{plan.smallest_budget_gib:.2f} GiB" in plan.shortfall()
@@ -152,3 +175,13 @@ def test_a_busy_card_lowers_the_budget_and_the_plan_says_so():
     plan = sdx_accel.plan("random:sdxl", vram=8, machine=desktop)
     assert plan.budget_gib < 6.91
     assert any("8.00 GiB asked" in note for note in plan.notes)
+
+
+def test_the_verb_says_what_host_memory_would_do_case_105(cli):
+    tight = cli("plan", "--model", "random:sdxl-tiny", "--vram", 8, "--ram", 0.001)
+    assert tight.code == 1
+    assert "of host memory, 0.00 GiB are allowed" in tight.out
+    refused = cli("generate", "a cat", "--model", "random:sdxl-tiny", "--ram", 0.001)
+    assert refused.code == 2
+    assert "Use --ram 0.0" in refused.err
+    assert "--vram" not in refused.err

@@ -9,7 +9,7 @@ import torch
 
 import sdx_accel
 from sdx_accel.errors import BudgetError, PlacementError, RefusedError
-from sdx_accel.runtime import budget_session
+from sdx_accel.runtime import budget_session, session_plans
 from sdx_accel.runtime.checkpoints import load
 from sdx_accel.runtime.executor import Executor
 
@@ -74,7 +74,9 @@ def _evicting(plan):
 
 def test_each_phase_has_what_the_plan_says_and_nothing_else(pipe, moving, monkeypatch):
     monkeypatch.setattr(
-        budget_session, "plan_job", lambda *a, _real=budget_session.plan_job: _evicting(_real(*a))
+        session_plans,
+        "plan_job",
+        lambda *a, _real=session_plans.plan_job, **k: _evicting(_real(*a, **k)),
     )
     pipe.enable_xattn()
     free = _run(pipe)

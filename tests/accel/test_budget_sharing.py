@@ -246,9 +246,10 @@ def test_near_says_the_smallest_budget_of_its_tiles():
     said = at(2).smallest_budget_gib
     assert said == at(said).smallest_budget_gib
     assert at(said).feasible
-    # bands of rows reach the same floor without tiles: the UNet's steps bind
+    # small tiles need less than bands of rows, and streaming leaves the decode as what binds
     exact = api.plan("random:sdxl", vram=2, machine=Machine.generic())
-    assert (said, "denoise") == (exact.smallest_budget_gib, exact.binding_phase)
+    assert said < exact.smallest_budget_gib
+    assert exact.binding_phase == "decode"
 
 
 def test_near_tiles_where_exact_moves_the_unet():

@@ -210,10 +210,12 @@ def test_eight_gibibytes_never_hold_both_unets() -> None:
     assert eight.placement["refine"]["refiner"] == whole["refiner"]
     assert eight.placement["refine"]["unet"] < whole["unet"]
     assert eight.moved_gib_per_picture > 4
-    alone = sdx_accel.plan("random:sdxl-fp16vae", vram=8, machine=Machine.generic(),
-                           width=512, height=512)  # fmt: skip
-    # a refiner needs no larger card than its base: its UNet is the smaller one
-    assert eight.smallest_budget_gib == alone.smallest_budget_gib
+    both, alone = (
+        sdx_accel.plan(model, vram=8, machine=Machine.generic(), width=512, height=512)
+        for model in (described, "random:sdxl-fp16vae")
+    )
+    # a refiner needs hardly a larger card than its base: its streamed steps take a little more
+    assert alone.smallest_budget_gib <= both.smallest_budget_gib <= alone.smallest_budget_gib + 0.1
     large = plan(24)
     assert large.moved_gib_per_picture == 0
     plans = [plan(quarter / 4) for quarter in range(20, 60, 5)]

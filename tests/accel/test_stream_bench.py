@@ -1,0 +1,70 @@
+"""The streaming benchmark: a dry run on the CPU, and what it refuses to report."""
+
+import json
+
+import pytest
+import torch
+
+from sdx_accel.bench import streaming
+from sdx_accel.bench.streaming import Bench, parser, run
+
+LINE = ["--tiny", "--sizes", "64", "--budgets", "0.5,2"]
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    return tmp_path / "streaming-tiny.json"
+
+
+def test_a_dry_run_writes_its_rows(written):
+    document = run(parser().parse_args([*LINE, "--four-steps", "--peers"]))
+    assert json.loads(written.read_text(encoding="utf-8")) == json.loads(json.dumps(document))
+    computing, small, large, *peers = document["rows"]
+    assert computing["C_s"] == min(computing["ours_s"], computing["stock_s"])
+    assert not small["feasible"]
+    assert "does not fit" in small["why"]
+    assert large["feasible"]
+    assert large["same_plan"]
+    assert large["plan"]["job"]["guided"] is False
+    assert len(large["plan_sha256"]) == 64
+    assert large["over_bound"] == large["s_per_step"] / large["bound_s"]
+    assert {"mmgp", "diffusers_dynamic_offloader"} == {row["peer"] for row in peers}
+    assert "next" not in document
+
+
+def test_the_prediction_is_on_disk_before_the_run_and_other_bits_are_an_error(written, monkeypatch):
+    seen = []
+    real = Bench.picture
+
+    def picture(self, pipe, size, prompt=0):
+        latents, step, whole = real(self, pipe, size, prompt)
+        if self.document.get("next"):
+            seen.append(json.loads(written.read_text(encoding="utf-8")))
+            latents = latents.clone()
+            latents.view(-1)[7] += 1e-6
+        return latents, step, whole
+
+    monkeypatch.setattr(Bench, "picture", picture)
+    with pytest.raises(AssertionError, match="other bits"):
+        run(parser().parse_args(LINE))
+    (before,) = seen
+    assert before["next"]["plan_sha256"]
+    # what had been measured stays
+    assert [row["row"] for row in before["rows"]] == ["computing", "budget"]
+    assert len(json.loads(written.read_text(encoding="utf-8"))["rows"]) == 2
+
+
+@pytest.mark.parametrize("kind", ["lora", "controlnet"])
+def test_kinds(written, kind):
+    bench = Bench(parser().parse_args(["--tiny", "--kind", kind]))
+    pipe = bench.load()
+    if kind == "lora":
+        assert any("lora" in name for name, _ in pipe.unet.named_parameters())
+    with streaming.recorded_calls(pipe) as calls:
+        latents, _, _ = bench.picture(pipe, 64)
+    assert set(calls) == ({"unet"} if kind == "lora" else {"controlnet", "unet"})
+    with torch.no_grad():
+        noise = streaming.step_of(pipe, calls)()[0]
+    # with guidance two predictions for each picture
+    assert noise.shape == (2, *latents.shape[1:])
