@@ -137,6 +137,19 @@ _OVERRIDES: dict[tuple[int, int, int, str], _Ladder] = {
     ),
 }
 
+#: the same for compute capability 8.0, whose compiler spills where that of 8.6 does not
+_ON_80: dict[tuple[int, int, str], _Ladder] = {
+    (64, 2, "banded"): (
+        AttentionConfig(64, 32, 4, 2, "128 rows spill 8 bytes on sm_80 with a key mask"),
+        _TWO_BYTES_NARROW,
+    ),
+    (128, 2, "plain"): (
+        AttentionConfig(128, 32, 8, 2, "64 keys a step spill 32 bytes on sm_80"),
+        AttentionConfig(64, 32, 8, 2, _NARROW),
+        _TWO_BYTES_NARROW,
+    ),
+}
+
 _SHORT = "77 text tokens fill 3 steps of 32 but only 60 % of two steps of 64"
 
 #: unmasked, at most 96 keys
@@ -227,6 +240,8 @@ def ladder_for(
     )
     entry = (width, itemsize, kind)
     steps = _OVERRIDES.get((capability[0], *entry), _LADDERS[entry])
+    if capability == (8, 0):
+        steps = _ON_80.get(entry, steps)
     if keys <= 96 and kind == "plain" and (width, itemsize) in _SHORT_STEPS:
         short = _SHORT_STEPS[width, itemsize]
         steps = (_SHORT_OVERRIDES.get((capability[0], width, itemsize), short), *steps)
