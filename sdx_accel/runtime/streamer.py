@@ -319,6 +319,9 @@ class Streamer:
         for undo in reversed(self._undo):
             undo()
         self._undo = []
+        # they know each other in a circle, and each knows the ring
+        for unit in self._passing:
+            unit.overlaps.clear()
         self._passing = []
         self._last_copied = None
         for name in self._modules:

@@ -1,7 +1,9 @@
 """The ring by itself: order of copies and computation, calls out of order, and what is refused."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 from sdx_accel.budget.plan import StreamPlan
 from sdx_accel.errors import PlacementError
 from sdx_accel.runtime import stream_order
+from sdx_accel.runtime.copies import HostCopies
 from sdx_accel.runtime.stream_order import CALL, UnitTrace, layout
 from sdx_accel.runtime.streamer import Streamer
 from sdx_accel.runtime.weights import WeightUnit, unit_bytes
@@ -203,6 +206,39 @@ def test_stop_gives_back_the_stock_model():
     assert [len(m._forward_hooks) for m in model.modules()] == hooks
     assert [id(t) for t in model.parameters()] == tensors
     assert not model._state_dict_pre_hooks
+
+
+@pytest.mark.parametrize("ends", ["stop", "restart", "failure"])
+def test_the_blobs_go_at_once(ends):
+    # a cycle of references would keep them until the garbage collector comes by: on a card the
+    # next picture's ring then lay beside the last one's, 226 MiB beyond the plan
+    model = Model()
+    copies, blobs = HostCopies(), []
+
+    def allocate(n_bytes):
+        if ends == "failure" and len(blobs) == 1:
+            raise torch.OutOfMemoryError("no room for the ring")
+        blob = torch.empty(n_bytes, dtype=torch.uint8)
+        blobs.append(weakref.ref(blob))
+        return blob
+
+    copies.allocate = allocate
+    streamer, plan = _ring(model, copies)
+    gc.disable()
+    try:
+        if ends == "failure":
+            with pytest.raises(torch.OutOfMemoryError):
+                streamer.start(plan)
+        else:
+            streamer.start(plan)
+            model(X)
+            if ends == "restart":
+                streamer.reset()
+                model(X)
+        streamer.stop()
+        assert [blob() for blob in blobs] == [None] * len(blobs)
+    finally:
+        gc.enable()
 
 
 def test_copies_of_a_block_are_stock():
