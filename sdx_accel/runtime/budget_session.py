@@ -172,6 +172,8 @@ class BudgetSession:
             self._planner = before
             raise
         self._current = self._default
+        # what phases took under another budget says nothing of this one
+        self.executor.audit.records.clear()
         self._announce(self._default)
         if self._default.feasible:
             self._hold(self._default)

@@ -327,3 +327,12 @@ def test_each_plan_is_audited_aloud_once(pipe, caplog):
     lines = [r.message for r in caplog.records if r.message.startswith(("text:", "decode:"))]
     assert len(lines) == 2
     assert all("predicted" in line and "measured" in line for line in lines)
+
+
+def test_another_budget_begins_a_new_audit(pipe, moving):
+    pipe.enable_xattn(vram=8, device="cpu")
+    executor = pipe.__dict__["_sdx_budget"].executor
+    _run(pipe)
+    assert executor.audit.records
+    pipe.enable_xattn(vram=4, device="cpu")
+    assert not executor.audit.records

@@ -17,7 +17,7 @@ from sdx_accel.runtime.stream_order import CALL, UnitTrace, layout
 from sdx_accel.runtime.streamer import Streamer
 from sdx_accel.runtime.weights import WeightUnit, unit_bytes
 
-from .stream_doubles import Early, Late
+from .stream_case import Early, Late
 
 WIDTH = 16
 

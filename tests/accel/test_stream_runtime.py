@@ -16,7 +16,7 @@ from sdx_accel.runtime.controlnets import load_controlnet, with_controlnets
 from sdx_accel.runtime.executor import Executor
 from sdx_accel.runtime.weights import unit_bytes
 
-from .stream_doubles import Early, Late
+from .stream_case import Early, Late
 
 STEPS = 2
 KIB = 1 << 10

@@ -446,7 +446,14 @@ def test_scores_beyond_fp16_keep_their_gradients() -> None:
     assert_close(dv, expected[4], limit=2e-3 * expected[4].abs().max().item())
 
 
-@pytest.mark.parametrize("name", ["one-pass-128-rows", "one-pass-64-rows", "two-passes-wide-mix"])
+def test_one_pass_on_hopper_agrees() -> None:
+    plain = Case(random_inputs(1, 9, 35, 1, 300, dtype=HALF))
+    first = wide_ladder_for((9, 0), plain.kind)[0]
+    assert isinstance(first, WideOnePassConfig)
+    check(plain, first, grads=False)
+
+
+@pytest.mark.parametrize("name", ["two-passes", "one-pass-64-rows", "two-passes-wide-mix"])
 def test_other_candidates_agree(name: str) -> None:
     plain = Case(random_inputs(1, 9, 35, 1, 300, dtype=HALF))
     check(plain, candidates((9, 0), plain.kind)[name], grads=False)

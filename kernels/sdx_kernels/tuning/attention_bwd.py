@@ -198,8 +198,6 @@ def backward_ladder_for(
         queries = _RAGGED_QUERIES.get((*size, kind), queries)
     elif capability[0] == 9 and (*size, kind) == (64, 2, "plain"):
         keys, queries = _KEYS_ON_9, _QUERIES_ON_9
-    if capability == (8, 0) and (*size, kind) == (64, 4, "combined"):
-        keys = _one(16, 16, 8, 1, "32 queries a step spill 8 bytes on sm_80")
     # float32 with a band, a key mask and dropout: 16 x 32 spills 52 bytes on sm_90
     spills = dtype == torch.float32 and kind == "combined"
     bias = _BIAS_GRAD.get(size, ()) if bias_grad and not spills else ()
