@@ -202,7 +202,10 @@ def test_very_large_picture_is_made_again_without_a_warning(
     assert result.code == 0, result.err
 
 
-@pytest.mark.parametrize("json_flag", [(), ("--json",)])
+# each makes a picture in a process of its own, 14 s: the other combinations in `make test-all`
+@pytest.mark.parametrize(
+    "json_flag", [(), pytest.param(("--json",), marks=pytest.mark.slow)], ids=["text", "json"]
+)
 @pytest.mark.parametrize("kind", ["full", "pipe", "closed"])
 def test_stdout_that_goes_away_does_not_hide_the_picture(
     tmp_path: Path, kind: str, json_flag: tuple[str, ...]

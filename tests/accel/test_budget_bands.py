@@ -27,6 +27,7 @@ def test_the_whole_decode_is_kept_while_it_fits() -> None:
         assert made.job["bands"] is None
 
 
+@pytest.mark.slow  # 23 s: traces SDXL at 2048²
 def test_a_picture_of_four_megapixels_fits_eight_gibibytes() -> None:
     made = plan(8, 2048)
     assert made.feasible
@@ -40,7 +41,7 @@ def test_a_picture_of_four_megapixels_fits_eight_gibibytes() -> None:
     assert plan(40, 2048).numerics["vae_mode"] == "whole picture"
 
 
-@pytest.mark.parametrize("quality", ["exact", "near"])
+@pytest.mark.parametrize("quality", ["exact", pytest.param("near", marks=pytest.mark.slow)])
 def test_the_smallest_budget_is_that_of_bands(quality: str) -> None:
     smallest = plan(24, quality=quality).smallest_budget_gib
     at = plan(smallest, quality=quality)

@@ -239,6 +239,7 @@ def test_sizes_of_latents_decide():
     assert (job.height, job.width) == (1024, 768)
 
 
+@pytest.mark.slow  # 26 s: traces SDXL's decode in every tile
 def test_near_says_the_smallest_budget_of_its_tiles():
     def at(budget):
         return api.plan("random:sdxl", vram=budget, quality="near", machine=Machine.generic())

@@ -192,6 +192,7 @@ def test_the_public_refiner_has_its_published_size() -> None:
     assert 2 * sum(p.numel() for p in unet.parameters()) / 1e9 == pytest.approx(4.52, abs=0.01)
 
 
+@pytest.mark.slow  # 14 s: traces both of SDXL's UNets
 def test_eight_gibibytes_never_hold_both_unets() -> None:
     described = with_refiner(architecture("random:sdxl-fp16vae"), "random:sdxl-refiner")
 
