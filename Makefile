@@ -1,12 +1,13 @@
 # PYTHON=python3.12 picks the interpreter that .venv is made from.
-# JOBS=8 runs the tests in eight processes beside each other instead of two.
+# JOBS=8 runs the tests in eight processes beside each other instead of three.
 # PY=python3 runs everything in an environment of your own and makes no .venv.
 
 PYTHON ?= python3
 VENV ?= .venv
 PY ?= $(VENV)/bin/python
-# test processes beside each other; each keeps to one thread (tests/conftest.py)
-JOBS ?= 2
+# test processes beside each other, each of one thread (tests/conftest.py); on two cores the third
+# works while another waits for a process of its own
+JOBS ?= 3
 
 TORCH := torch==2.13.0
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check

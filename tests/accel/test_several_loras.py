@@ -91,7 +91,8 @@ def test_scales_add_up_in_the_weights(loras: tuple[Path, Path]) -> None:
     torch.testing.assert_close(merged, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_the_plan_before_loading_is_the_plan_after(loras: tuple[Path, Path], dtype: str) -> None:
     described = with_loras(architecture("random:sdxl-tiny"), loras)
     pipe = load("random:sdxl-tiny", dtype=dtype)
