@@ -52,7 +52,9 @@ class CudaMeasure:
 
     def work(self, kind: str) -> tuple[float, float]:
         """(operations, seconds) of one kind of work, see `calibration.SHARES`."""
-        with torch.no_grad():
+        # random operands and weights must not move the generators that pictures are drawn from
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
             done, call = getattr(self, f"_{kind}")()
             call()
             torch.cuda.synchronize(self.device)

@@ -271,3 +271,16 @@ def test_each_card_and_driver_has_its_own_key(card, monkeypatch):
     monkeypatch.setattr(probe, "_driver", lambda: "580.95")
     keys.add(card.key)
     assert len(keys) == 4
+
+
+def test_measuring_leaves_the_users_random_numbers_alone(monkeypatch):
+    # a picture without a generator of its own would else depend on whether a card was known
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    measure = CudaMeasure(torch.device("cpu"))
+    monkeypatch.setattr(measure, "_tiny", lambda: (1.0, lambda: torch.rand(3)), raising=False)
+    torch.manual_seed(7)
+    expected = torch.rand(4)
+    torch.manual_seed(7)
+    measure.work("tiny")
+    assert torch.equal(torch.rand(4), expected)

@@ -1,5 +1,6 @@
 """`plan --plot`: what the picture shows, and what happens where it cannot be drawn."""
 
+import importlib
 import struct
 import sys
 from collections.abc import Callable
@@ -51,7 +52,7 @@ def _plan() -> Plan:
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Keeps the figure that is saved."""
-    figures = pytest.importorskip("matplotlib.figure")
+    figures = importlib.import_module("matplotlib.figure")
     kept = []
     save = figures.Figure.savefig
     monkeypatch.setattr(
