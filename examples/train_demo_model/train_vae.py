@@ -16,7 +16,7 @@ from torch import Tensor
 
 __all__ = ["encode", "normalise", "psnr", "to_unit", "train_vae"]
 
-RATE, KL = 1.5e-3, 5e-4
+RATE, KL = 1e-3, 5e-4
 SHIFT = 8  # pixels
 
 
