@@ -16,10 +16,11 @@ def _selects_gpu(arguments: list[str]) -> bool:
     return False
 
 
-# The interpreter multiplies with numpy's BLAS, whose kernels differ by processor in the last bits:
-# with those of AVX2 four fp32 gradients missed their bound by a third, with others none. One for
-# all x86-64 processors makes results the same everywhere; numpy reads this when it is imported.
-os.environ.setdefault("OPENBLAS_CORETYPE", "Nehalem")
+# The interpreter multiplies with numpy's BLAS. OpenBLAS's AVX2 kernels give other last bits for
+# a·bᵀ than for (b·aᵀ)ᵀ, where tensor cores give the same; backward computes scores both ways, and
+# four fp32 gradients missed their bound by a third. The SSE kernels run on every x86-64 processor.
+# Set, not defaulted: some machines export another choice. numpy reads this when it is imported.
+os.environ["OPENBLAS_CORETYPE"] = "Nehalem"
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # its workers inherit what the first process decided, and do not see the command line
     if not _selects_gpu(sys.argv[1:]):

@@ -6,6 +6,7 @@ Knows diffusers' two pipelines by their public calls and leaves every computatio
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from diffusers import StableDiffusionXLImg2ImgPipeline, StableDiffusionXLPipeline
 
 __all__ = ["StableDiffusionXLRefinedPipeline"]
@@ -61,6 +62,8 @@ class StableDiffusionXLRefinedPipeline(StableDiffusionXLPipeline):
             refiner_force_zeros=refiner_force_zeros,
         )
 
+    # diffusers' own pipelines have this; the refiner's texts are encoded here, outside of them
+    @torch.no_grad()
     def __call__(
         self,
         prompt: Any = None,

@@ -59,24 +59,28 @@ def job(request):
     torch.cuda.empty_cache()
 
 
-def test_held_predicted_and_the_same_pixels(job):
+def test_held_predicted_and_the_same_latents(job):
     pipe, arguments = job
 
-    def run():
-        return pipe(
+    def run(output_type="latent"):
+        found = pipe(
             "a red apple on a table",
             generator=torch.Generator().manual_seed(0),
             num_inference_steps=4,
-            output_type="np",
+            output_type=output_type,
             **arguments,
         ).images
+        return found.cpu() if output_type == "latent" else found
 
     pipe.enable_xattn(vram=24, device="cuda")
-    free = run()
+    free, picture = run(), run("np")
     budget = pipe.xattn_report().plan.smallest_budget_gib
     pipe.enable_xattn(vram=budget, device="cuda")
     for _ in range(2):
-        assert (run() == free).all()
+        assert torch.equal(run(), free)
+    # at the smallest budget the VAE works in bands, which is other numerics, and says so: an fp16
+    # decode may be off by twice what the whole one is off by, and that is about 4e-3 of the range
+    assert np.abs(run("np") - picture).max() <= 1e-2
     report = pipe.xattn_report()
     assert report.plan.feasible
     for phase in report.phases:

@@ -278,3 +278,19 @@ def test_placement_never_changes_a_bit(joined: Any, monkeypatch: pytest.MonkeyPa
     ]  # fmt: skip
     joined.disable_xattn()
     assert abs(run() - free).max() < 1e-3
+
+
+def test_no_part_of_it_records_gradients(joined: Any) -> None:
+    seen: dict[str, bool] = {}
+    parts = [name for name, part in joined.components.items() if isinstance(part, torch.nn.Module)]
+    for name in parts:
+
+        def look(module: Any, args: Any, name: str = name) -> None:
+            seen[name] = seen.get(name, False) or torch.is_grad_enabled()
+
+        # the VAE is entered through decode(), not through its own forward
+        part = getattr(joined, name)
+        (part.decoder if name == "vae" else part).register_forward_pre_hook(look)
+    with torch.enable_grad():
+        joined("a cat", width=64, height=64, num_inference_steps=2, refiner_start=0.5)
+    assert seen == dict.fromkeys(parts, False)
