@@ -1,9 +1,10 @@
 """Samples a card's memory use every 20 ms from its own process, as the driver sees it.
 
-    python -m sdx_accel.bench.sampler INDEX FILE
+    python -m sdx_accel.bench.sampler INDEX FILE [series]
 
 Starts no CUDA context of its own. Prints "ready" once it samples, stops when its standard input
-closes, and writes {"idle", "peak", "samples", "period_ms"} in bytes to FILE.
+closes, and writes {"idle", "peak", "samples", "period_ms"} in bytes to FILE; with `series` also
+every sample as [seconds since 1970, bytes].
 """
 
 import json
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 PERIOD_S = 0.02
 
@@ -19,6 +21,7 @@ def _main() -> None:
     import pynvml
 
     index, target = int(sys.argv[1]), Path(sys.argv[2])
+    series: list[tuple[float, int]] | None = [] if sys.argv[3:] == ["series"] else None
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
 
@@ -36,10 +39,16 @@ def _main() -> None:
     threading.Thread(target=wait_for_end, daemon=True).start()
     print("ready", flush=True)
     while not closed.is_set():
-        peak = max(peak, used())
+        now = used()
+        peak = max(peak, now)
         samples += 1
+        if series is not None:
+            series.append((time.time(), now))
         time.sleep(PERIOD_S)
-    record = {"idle": idle, "peak": peak, "samples": samples, "period_ms": PERIOD_S * 1e3}
+    record: dict[str, Any] = {"idle": idle, "peak": peak, "samples": samples}
+    record["period_ms"] = PERIOD_S * 1e3
+    if series is not None:
+        record["series"] = series
     target.write_text(json.dumps(record), encoding="utf-8")
 
 

@@ -3,7 +3,11 @@
 import argparse
 import json
 
-from sdx_accel.bench import cell, gpu, steps, table
+import pytest
+import torch
+from PIL import Image
+
+from sdx_accel.bench import cell, decode, gpu, steps, table, timeline
 
 
 def test_a_cell_records_what_it_ran():
@@ -94,3 +98,36 @@ def test_turns_compare_each_round_with_itself():
     assert [len(found) for found in record["latents"].values()] == [1, 1, 1]
     assert record["latents"]["ours"] == record["latents"]["budget"]
     assert record["budget_over_best_resident"] > 0
+
+
+def test_a_decode_is_whole_and_in_bands(monkeypatch, tmp_path):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    document = decode.run(argparse.Namespace(sizes=(256,), truth=256, tiny=True))
+    assert json.loads((tmp_path / "decode.json").read_text(encoding="utf-8")) == document
+    whole, fast, low = document["rows"]
+    assert [row["mode"] for row in document["rows"]] == ["whole", "fast", "low"]
+    assert "error" not in whole
+    # fp32: equal but for the order of sums
+    assert 0 < fast["error"] < 1e-5
+    assert 0 < low["error"] < 1e-5
+
+
+def test_a_seam_shows_at_band_borders():
+    error = torch.ones(1, 3, 32, 4)
+    assert decode._border(error, 8) == pytest.approx(1.0)
+    error[:, :, 7:9] = 3.0
+    assert decode._border(error, 8) == pytest.approx(1.0 + 2 * 2 / 6)
+    # one band has no border
+    assert decode._border(error, 32) == 1.0
+
+
+def test_memory_over_time(tmp_path):
+    line = argparse.Namespace(model="", vram=2.0, steps=2, size=1024, tiny=True)
+    document = timeline.run(line)
+    begins = [phase["begin_s"] for phase in document["phases"]]
+    assert [phase["name"] for phase in document["phases"]] == ["text", "denoise", "decode"]
+    assert 0 <= begins[0] < begins[1] < begins[2] < document["seconds"]
+    document["driver_gib"] = [(0.0, 0.6), (document["seconds"], 0.7)]
+    timeline.draw(document, tmp_path / "timeline.png")
+    with Image.open(tmp_path / "timeline.png") as picture:
+        assert picture.width > 600
