@@ -17,6 +17,7 @@ __all__ = [
     "measure_link",
     "offload",
     "recorded_calls",
+    "renew",
     "step_of",
     "with_controlnet",
 ]
@@ -158,9 +159,10 @@ def add_lora(pipe: Any) -> None:
 
 
 def offload(pipe: Any, peer: str) -> None:
-    """Switch one of diffusers' own ways on, see `PEERS`; `remove_all_hooks` takes most off."""
+    """Switch one of diffusers' own ways on, see `PEERS`, in place of another one."""
     import torch
 
+    pipe.remove_all_hooks()
     if peer == "model offload":
         pipe.enable_model_cpu_offload()
     elif peer == "sequential offload":
@@ -169,3 +171,11 @@ def offload(pipe: Any, peer: str) -> None:
         pipe.enable_group_offload(
             onload_device=torch.device("cuda"), offload_type="leaf_level", use_stream=True
         )
+
+
+def renew(pipe: Any, peer: str) -> None:
+    """Put the weights back to the host and switch `peer` on again, where it can be taken off."""
+    if peer != PEERS[-1]:
+        pipe.remove_all_hooks()
+        pipe.to("cpu")
+        offload(pipe, peer)

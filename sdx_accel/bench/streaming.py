@@ -37,6 +37,7 @@ from sdx_accel.bench.contenders import (
     measure_link,
     offload,
     recorded_calls,
+    renew,
     step_of,
     with_controlnet,
 )
@@ -142,13 +143,19 @@ class Bench:
         _, stock, _ = self.picture(pipe, size)
         graph = graphed(step_of(pipe, calls))[0] if self.device == "cuda" else None
         calls.clear()
+        held = self.torch.cuda.memory_allocated() if self.device == "cuda" else 0
+        begin = time.perf_counter()
         pipe.enable_xattn()
+        enabling = time.perf_counter() - begin
+        if self.device == "cuda":
+            held = self.torch.cuda.memory_allocated() - held
         self.picture(pipe, size)
         runs = [self.picture(pipe, size, prompt) for prompt in (0, 1)]
         pipe.disable_xattn()
         ours = min(seconds for _, seconds, _ in runs)
         found = {"ours_s": ours, "stock_s": stock, "stock_graph_s": graph}
         found["C_s"] = min(s for s in found.values() if s is not None)
+        found |= {"enable_s": enabling, "enable_bytes": held}
         pipe.to("cpu")
         self.empty()
         return {"row": "computing", "size": size, **found}, [latents for latents, _, _ in runs]
@@ -161,6 +168,9 @@ class Bench:
         from sdx_accel.runtime.phase_calls import Job
 
         row: dict[str, Any] = {"row": "budget", "size": size, "vram": vram, "throttle": throttle}
+        # the row before may have had a larger budget, and its weights are still there
+        pipe.disable_xattn()
+        pipe.to("cpu")
         self.empty()
         with self._sampled(row):
             try:
@@ -184,6 +194,9 @@ class Bench:
             except (SdxError, self.torch.OutOfMemoryError) as error:
                 row["error"] = f"{type(error).__name__}: {error}"[:400]
         self.document.pop("next", None)
+        # outside of the sampled part: a graph's pool is no part of a plan
+        if self.options.graph and self.device == "cuda" and row.get("streamed_gib"):
+            row |= self._streamed_graph(pipe, pipe.__dict__["_sdx_budget"], size)
         if "driver_peak_gib" in row and row.get("feasible"):
             row["peak_error_gib"] = row["predicted_peak_gib"] - row["driver_peak_gib"]
         return row
@@ -232,8 +245,6 @@ class Bench:
                 "bound_s": max(computing, stream.streamed_bytes / link),
                 "least_bound_s": max(computing, least / link),
             }
-            if self.options.graph and self.device == "cuda":
-                row |= self._streamed_graph(pipe, session, size)
         row["over_bound"] = seconds / row["bound_s"]
         row["over_least_bound"] = seconds / row["least_bound_s"]
 
@@ -306,7 +317,6 @@ class Bench:
         for peer in PEERS:
             offload(pipe, peer)
             yield self._smallest(pipe, peer, size, outside)
-            pipe.remove_all_hooks()
 
     def _smallest(self, pipe: Any, peer: str, size: int, outside: int) -> dict[str, Any]:
         torch, row = self.torch, {"row": "peer", "peer": peer, "size": size}
@@ -322,10 +332,13 @@ class Bench:
                     _, seconds, whole = self.picture(pipe, size, 1)
                 row |= {"vram": vram, "s_per_step": seconds, "s_per_picture": whole}
                 break
-            except torch.OutOfMemoryError:
-                row["why"] = f"does not fit {vram:g} GiB"
+            except RuntimeError as error:
+                fits = not isinstance(error, torch.OutOfMemoryError)
+                row["why"] = f"{error}"[:300] if fits else f"does not fit {vram:g} GiB"
             finally:
                 torch.cuda.set_per_process_memory_fraction(1.0)
+            # a model that was refused memory on its way to the card is left on both sides of it
+            renew(pipe, peer)
         return row
 
 
