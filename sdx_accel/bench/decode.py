@@ -4,8 +4,8 @@
 
 Random weights, one batch of one latent a size, our attention. Activations are what torch allocated
 above the weights and the latent. The error is the largest difference from the whole decode in fp32
-(at sizes up to `--truth`), beside that of the whole decode in the same dtype; the border figure is
-the mean error of the rows beside band borders over that of all others, 1 where no seam shows.
+without TF32, at sizes up to `--truth`; the border figure is the mean error of the rows beside band
+borders over that of all others, 1 where no seam shows.
 Writes decode.json into $OUT, or the current folder, after every row.
 """
 
@@ -60,15 +60,58 @@ def _border(error: Any, rows: int) -> float:
     return float(lines[beside].mean() / lines[inside].mean())
 
 
+def _vae(part: Any, weights: dict[str, Any], dtype: Any, device: str) -> Any:
+    """The VAE in a dtype, with our attention."""
+    import sdx_accel  # noqa: F401  (attaches enable_xattn)
+    from sdx_accel.runtime.random_models import build_random_component
+
+    vae = build_random_component(part, dtype)
+    vae.load_state_dict(weights)
+    vae = vae.to(device).eval()
+    vae.enable_xattn()
+    return vae
+
+
+def _true(vae: Any, latent: Any) -> Any:
+    """The whole decode in fp32 proper: by default torch's convolutions round to TF32."""
+    import torch
+
+    with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
+        return vae.decode(latent, return_dict=False)[0]
+
+
+def _row(vae: Any, latent: Any, mode: str | None, truth: Any, width: int) -> dict[str, Any]:
+    """One decode; `width` is the number of channels at full size."""
+    from sdx_accel.runtime.phase_calls import set_bands
+    from sdx_patches.vae import bands
+
+    set_bands(vae, mode)
+    picture, seconds, peak = _decode(vae, latent)
+    size = picture.shape[-1]
+    row: dict[str, Any] = {
+        "size": size,
+        "dtype": str(latent.dtype).removeprefix("torch."),
+        "mode": mode or "whole",
+        "seconds": seconds,
+        "activations_gib": peak,
+        "finite": bool(picture.isfinite().all()),
+    }
+    if truth is not None:
+        error = (picture.float() - truth).abs()
+        # of the range of pictures, −1…1
+        row["error"] = float(error.max()) / 2
+        if mode is not None:
+            top, bottom = next(iter(bands(size, width * size)))
+            row["border"] = _border(error, bottom - top)
+    return row
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """All rows; the document that was written."""
     import torch
 
-    import sdx_accel  # noqa: F401  (attaches enable_xattn)
     from sdx_accel.runtime.architectures import architecture
-    from sdx_accel.runtime.phase_calls import set_bands
     from sdx_accel.runtime.random_models import build_random_component
-    from sdx_patches.vae import bands
 
     device = "cpu" if options.tiny else "cuda"
     spec = "random:sdxl-tiny" if options.tiny else "random:sdxl-fp16vae"
@@ -83,50 +126,25 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "rows": rows,
     }
     weights = build_random_component(part, torch.float32).state_dict()
-    factor = 2 ** (len(part.config["block_out_channels"]) - 1)
+    widths = part.config["block_out_channels"]
     for size in options.sizes:
+        side = size // 2 ** (len(widths) - 1)
         generator = torch.Generator().manual_seed(0)
-        side = size // factor
-        latent = torch.randn(1, part.config["latent_channels"], side, side, generator=generator)
-        truth, whole_error = None, None
-        for dtype in (torch.float32, torch.float16):
-            if options.tiny and dtype != torch.float32:
-                continue
-            vae = build_random_component(part, dtype)
-            vae.load_state_dict(weights)
-            vae = vae.to(device).eval()
-            vae.enable_xattn()
+        shape = (1, part.config["latent_channels"], side, side)
+        latent = torch.randn(shape, generator=generator).to(device)
+        truth = None
+        for dtype in (torch.float32,) if options.tiny else (torch.float32, torch.float16):
+            vae = _vae(part, weights, dtype, device)
+            whole = size <= options.truth
+            if whole and truth is None:
+                truth = _true(vae, latent)
             for mode in (None, "fast", "low"):
-                if dtype == torch.float32 and mode is None and size > options.truth:
+                # above the limit the whole decode in fp32 does not fit any card
+                if dtype == torch.float32 and mode is None and not whole:
                     continue
-                set_bands(vae, mode)
-                picture, seconds, peak = _decode(vae, latent.to(device, dtype))
-                row: dict[str, Any] = {
-                    "size": size,
-                    "dtype": str(dtype).removeprefix("torch."),
-                    "mode": mode or "whole",
-                    "seconds": seconds,
-                    "activations_gib": peak,
-                    "finite": bool(picture.isfinite().all()),
-                }
-                picture = picture.float()
-                if mode is None and dtype == torch.float32:
-                    truth = picture
-                elif truth is not None:
-                    error = (picture - truth).abs()
-                    # of the range of pictures, −1…1
-                    row["error"] = float(error.max()) / 2
-                    if mode is None:
-                        whole_error = row["error"]
-                    else:
-                        elements = part.config["block_out_channels"][0] * size
-                        height = next(iter(bands(size, elements)))
-                        row["border"] = _border(error, height[1] - height[0])
-                        row["whole_error"] = whole_error if dtype != torch.float32 else None
-                rows.append(row)
+                rows.append(_row(vae, latent.to(dtype), mode, truth, widths[0]))
                 target.write_text(json.dumps(document, indent=1), encoding="utf-8")
-                print(json.dumps(row), flush=True)
-                del picture
+                print(json.dumps(rows[-1]), flush=True)
             del vae
     return document
 
