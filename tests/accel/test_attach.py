@@ -1,5 +1,6 @@
 """What importing sdx_accel does to diffusers, in fresh processes."""
 
+import inspect
 import subprocess
 import sys
 
@@ -53,9 +54,9 @@ def test_a_taken_name_is_left_alone_with_one_warning():
 
 
 def test_help_shows_the_arguments():
-    out = _python(
-        "import inspect, sdx_accel\nfrom diffusers import DiffusionPipeline as P\n"
-        "print(inspect.signature(P.enable_xattn))"
-    )
-    for name in ("attention_op", "vram", "device", "quality", "fused"):
-        assert name in out
+    from diffusers import DiffusionPipeline
+
+    import sdx_accel  # noqa: F401  (attaches the methods)
+
+    arguments = inspect.signature(DiffusionPipeline.enable_xattn).parameters
+    assert {"attention_op", "vram", "device", "quality", "fused"} <= set(arguments)

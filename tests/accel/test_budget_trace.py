@@ -30,7 +30,14 @@ def _profile(spec, size, **job):
 
 
 @pytest.mark.parametrize(
-    ("size", "measured"), [(512, 0.60), (768, 1.34), (1024, 2.38), (1280, 3.71), (2048, 9.50)]
+    ("size", "measured"),
+    [
+        (512, 0.60),
+        pytest.param(768, 1.34, marks=pytest.mark.slow),
+        (1024, 2.38),
+        pytest.param(1280, 3.71, marks=pytest.mark.slow),
+        pytest.param(2048, 9.50, marks=pytest.mark.slow),
+    ],
 )
 def test_vae_decode_peak_is_the_measured_one(size, measured):
     assert _peak_gib(_profile("random:sdxl-fp16vae", size), "decode") == pytest.approx(

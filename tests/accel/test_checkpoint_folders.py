@@ -60,6 +60,8 @@ def _is_module(value):
     return isinstance(value, torch.nn.Module)
 
 
+# a process of its own, up to 14 s on a slow machine; test_cli_process.py has one for every prompt
+@pytest.mark.slow
 def test_case_136_works_in_the_c_locale(saved):
     """No own file may depend on the machine's text encoding."""
     code = (

@@ -325,7 +325,7 @@ def wide(tmp_path_factory):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("kind", ["folder", "file"])
+@pytest.mark.parametrize("kind", [pytest.param("folder", marks=pytest.mark.slow), "file"])
 def test_case_105_loading_holds_no_second_copy(wide, kind):
     """An fp32 file loaded in 16 bits: peak ≤ file + largest component as loaded + 32 MiB."""
     tiny, folder, file = wide

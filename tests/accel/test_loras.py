@@ -311,6 +311,8 @@ def test_without_peft_the_message_says_so(pipe, untouched, tmp_path, monkeypatch
         load_loras(pipe, [(tmp_path / "x.safetensors", 1.0)])
 
 
+# a process of its own, up to 14 s on a slow machine; test_cli_process.py has one for every prompt
+@pytest.mark.slow
 def test_case_136_lora_path_in_the_c_locale(untouched, tmp_path):
     file = tmp_path / "стиль 日本 🙂.safetensors"
     write(file, untouched, components=["unet"])

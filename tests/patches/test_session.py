@@ -183,6 +183,8 @@ def test_case_088_a_copy_is_patched_and_independent(
     assert {type(p) for p in processors(unet).values()} == {SdxFusedAttnProcessor}
 
 
+# a process of its own; test_cases.py has one for a UNet
+@pytest.mark.slow
 def test_case_088_a_pickled_encoder_works_in_a_fresh_process(tiny_sd: Any, tmp_path: Any) -> None:
     pipe = tiny_sd()
     sdx_patches.patch(pipe, owner="a")
