@@ -9,6 +9,12 @@ PY ?= $(VENV)/bin/python
 # works while another waits for a process of its own
 JOBS ?= 3
 
+# tests that only compute compile kernels beside each other; those that read the card's memory run
+# by themselves
+GPU_JOBS ?= 8
+GPU_SHARED := tests/kernels tests/patches
+GPU_ALONE := tests/accel tests/notebooks
+
 TORCH := torch==2.13.0
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
@@ -24,18 +30,19 @@ SDX := $(PY) -m sdx_accel
 export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels:$(CURDIR)/patches:$(PYTHONPATH)
 endif
 
-.PHONY: help demo test test-all gpu bench docs lint .venv
+.PHONY: help demo test test-all gpu gpu-all bench docs lint .venv
 
 help:
-	@echo "make demo      set up .venv and make a picture, on the GPU or the CPU"
+	@echo "make demo      set up .venv and draw a red apple, on the GPU or the CPU"
 	@echo "make test      set up .venv and run every check that needs no GPU"
 	@echo "make test-all  the same with the slow tests"
-	@echo "make gpu       the tests and figures that need an NVIDIA GPU"
+	@echo "make gpu       a short set of tests and figures on an NVIDIA GPU"
+	@echo "make gpu-all   every test that needs an NVIDIA GPU"
 	@echo "make bench     every kernel's micro-benchmark"
 	@echo "make docs      rewrite docs/cli.md and check every link"
 
 demo: $(BASE)
-	$(SDX) generate "a red apple on a table"
+	$(SDX) generate "a red apple"
 
 # the wheel is built, installed in a clean environment and run by tests/packaging/test_wheel.py
 test: lint
@@ -55,9 +62,14 @@ gpu: $(DEV)
 	@$(PY) -c 'import sys, torch; found = torch.cuda.is_available(); \
 	  found or print("make gpu needs an NVIDIA GPU, and torch", torch.__version__, "sees none: run", \
 	  "$(SDX) doctor"); sys.exit(0 if found else 2)'
-	$(PY) -m pytest -m gpu
+	$(PY) -m pytest -m "gpu and not slow" -n auto --maxprocesses $(GPU_JOBS) $(GPU_SHARED)
+	$(PY) -m pytest -m "gpu and not slow" $(GPU_ALONE)
 	$(PY) -m sdx_accel.bench.gpu
-	$(PY) -m sdx_accel.bench.steps
+	$(PY) -m sdx_accel.bench.steps --rounds 2
+
+gpu-all: $(DEV)
+	$(PY) -m pytest -m gpu -n auto --maxprocesses $(GPU_JOBS) $(GPU_SHARED)
+	$(PY) -m pytest -m gpu $(GPU_ALONE)
 
 bench: $(DEV)
 	for file in kernels/bench/bench_*.py; do $(PY) "$$file" || exit 1; done

@@ -47,7 +47,10 @@ def _refiner():
     }
 
 
-@pytest.fixture(params=[_controlnet, _ip_adapter, _refiner], ids=["controlnet", "ip", "refiner"])
+@pytest.fixture(
+    params=[_controlnet, _ip_adapter, pytest.param(_refiner, marks=pytest.mark.slow)],
+    ids=["controlnet", "ip", "refiner"],
+)
 def job(request):
     gc.collect()
     torch.cuda.empty_cache()

@@ -95,6 +95,7 @@ def test_latents_equal_the_resident_run_within_the_budget(pipe, latents, vram):
     assert all(peak <= vram for peak in peaks.values())
 
 
+@pytest.mark.slow
 def test_a_slow_link_and_a_busy_card_change_no_bit(pipe, latents):
     pipe.enable_xattn(vram=2.5, device="cuda", learn=False)
     # at a few per cent of the link every unit is late
@@ -112,6 +113,7 @@ def test_a_slow_link_and_a_busy_card_change_no_bit(pipe, latents):
     assert torch.equal(_run(pipe, callback_on_step_end=burden), latents)
 
 
+@pytest.mark.slow
 def test_a_lora_streams(latents):
     pipe = load(SDXL, dtype="fp16")
     pipe.set_progress_bar_config(disable=True)
@@ -124,6 +126,7 @@ def test_a_lora_streams(latents):
     pipe.disable_xattn()
 
 
+@pytest.mark.slow
 def test_a_controlnet_streams(pipe):
     guided = with_controlnet(pipe, SDXL)
     guided.set_progress_bar_config(disable=True)
@@ -169,6 +172,7 @@ def test_a_step_with_its_copies_is_one_graph(pipe):
             assert torch.equal(step()[0].cpu(), expected)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_stream(latents):
     pipe = load(SDXL, dtype="fp16")
     pipe.set_progress_bar_config(disable=True)

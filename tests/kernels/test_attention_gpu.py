@@ -51,6 +51,7 @@ def ours(*args: object, **kwargs: object) -> torch.Tensor:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_case_015_every_head_dim(head_dim: int, dtype: torch.dtype) -> None:
@@ -59,6 +60,7 @@ def test_case_015_every_head_dim(head_dim: int, dtype: torch.dtype) -> None:
     assert_close(out, reference64(*inputs), peer=math_peer(*inputs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("keys", ODD_LENGTHS)
 def test_case_001_bias_of_any_length(keys: int, dtype: torch.dtype) -> None:
@@ -102,6 +104,7 @@ def test_keys_beyond_the_diagonal_never_leak() -> None:
     assert out[:, 100:].isnan().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", REAL_SHAPES, ids=lambda shape: shape[0])
 @pytest.mark.parametrize("op", ["triton", "automatic"])
 def test_real_shapes_on_sampled_rows(

@@ -123,6 +123,7 @@ def test_structures_forward_and_backward(name: str, dim: int, dtype: torch.dtype
     check(inputs, masks(301, 333)[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("keys", [1, 4, 16, 77, 96, 154, 257])
 @pytest.mark.parametrize("dim", [40, 64, 80, 128])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TARGETS = ("demo", "test", "test-all", "gpu", "bench", "docs")
+TARGETS = ("demo", "test", "test-all", "gpu", "gpu-all", "bench", "docs")
 
 
 def make(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -47,7 +47,7 @@ def test_ci_runs_make_test_and_nothing_else() -> None:
 def test_make_demo_sets_up_and_makes_a_picture(tmp_path: Path) -> None:
     commands = plan("demo", f"VENV={tmp_path / 'new'}")
     assert commands.index("-m venv") < commands.index("torch==") < commands.index("-e .")
-    assert 'sdx-accel generate "a red apple on a table"' in commands
+    assert 'sdx-accel generate "a red apple"' in commands
 
 
 def test_make_test_runs_every_check(tmp_path: Path) -> None:
@@ -66,7 +66,12 @@ def test_make_test_runs_every_check(tmp_path: Path) -> None:
 def test_an_environment_of_one_s_own_makes_no_venv() -> None:
     commands = plan("gpu", f"PY={sys.executable}")
     assert "venv" not in commands.replace(sys.executable, "")
-    assert f"{sys.executable} -m pytest -m gpu" in commands
+    parts = [line for line in commands.splitlines() if "-m pytest" in line]
+    assert all(f'{sys.executable} -m pytest -m "gpu and not slow"' in line for line in parts)
+    # every folder of tests once, those that measure memory in one process
+    folders = sorted(word for line in parts for word in line.split() if word.startswith("tests/"))
+    assert folders == ["tests/accel", "tests/kernels", "tests/notebooks", "tests/patches"]
+    assert [" -n auto" in line for line in parts] == [True, False]
     assert "sdx_accel.bench.gpu" in commands
 
 
