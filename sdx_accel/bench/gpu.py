@@ -19,9 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from sdx_accel.bench.sampler import sampled
 
 __all__ = ["main"]
 
@@ -85,31 +88,19 @@ def _save_models(cells: list[dict[str, Any]], folder: Path) -> None:
 
 
 def _run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
-    result, samples = folder / "cell.json", folder / "samples.json"
-    for file in (result, samples):
-        file.unlink(missing_ok=True)
-    sampler = None
-    if cell["device"] == "cuda":
-        sampler = subprocess.Popen(
-            [sys.executable, "-m", "sdx_accel.bench.sampler", "0", str(samples)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert sampler.stdout is not None
-        sampler.stdout.readline()
+    result = folder / "cell.json"
+    result.unlink(missing_ok=True)
+    seen: dict[str, Any] = {}
+    gpu = cell["device"] == "cuda"
     command = [sys.executable, "-m", "sdx_accel.bench.cell", json.dumps(cell), str(result)]
-    child = subprocess.run(command, capture_output=True, text=True, check=False)
-    if sampler is not None:
-        assert sampler.stdin is not None
-        sampler.stdin.close()
-        sampler.wait(timeout=30)
+    with sampled(seen) if gpu else nullcontext():
+        child = subprocess.run(command, capture_output=True, text=True, check=False)
     if child.returncode or not result.exists():
         return {"cell": cell, "error": child.stderr[-2000:]}
     record: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     # the folder that the cell loaded from says nothing to a reader
     record["cell"] = {**cell, "model": cell["source"]}
-    if sampler is not None:
-        seen = json.loads(samples.read_text(encoding="utf-8"))
+    if gpu:
         record["driver"] = seen
         record["driver_peak_gib"] = round((seen["peak"] - seen["idle"]) / GIB, 4)
     if cell["mode"] == "budget":

@@ -8,13 +8,45 @@ every sample as [seconds since 1970, bytes].
 """
 
 import json
+import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+__all__ = ["PERIOD_S", "sampled"]
+
 PERIOD_S = 0.02
+
+
+@contextmanager
+def sampled(found: dict[str, Any], *, series: bool = False) -> Iterator[None]:
+    """Fill `found` with what another process sampled of card 0 over the block.
+
+    Args:
+        found: updated with "idle", "peak" (bytes), "samples", "period_ms".
+        series: also "series", every sample as (seconds since 1970, bytes).
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "samples.json"
+        command = [sys.executable, "-m", "sdx_accel.bench.sampler", "0", str(file)]
+        child = subprocess.Popen(
+            command + ["series"] * series, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdout.readline()
+        try:
+            yield
+        finally:
+            child.stdin.close()
+            child.wait(timeout=30)
+            child.stdout.close()
+        found.update(json.loads(file.read_text(encoding="utf-8")))
 
 
 def _main() -> None:

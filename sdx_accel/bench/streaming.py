@@ -19,9 +19,7 @@ import importlib.util
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +39,7 @@ from sdx_accel.bench.contenders import (
     step_of,
     with_controlnet,
 )
+from sdx_accel.bench.sampler import sampled
 
 __all__ = ["main", "run"]
 
@@ -275,20 +274,9 @@ class Bench:
         if self.device != "cuda":
             yield
             return
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "samples.json"
-            command = [sys.executable, "-m", "sdx_accel.bench.sampler", "0", str(file)]
-            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            assert child.stdin is not None
-            assert child.stdout is not None
-            child.stdout.readline()
-            try:
-                yield
-            finally:
-                child.stdin.close()
-                child.wait(timeout=30)
-                child.stdout.close()
-            seen = json.loads(file.read_text(encoding="utf-8"))
+        seen: dict[str, Any] = {}
+        with sampled(seen):
+            yield
         row["driver_peak_gib"] = (seen["peak"] - self.document["idle_bytes"]) / GIB
 
     def read_idle(self) -> None:

@@ -11,41 +11,19 @@ folder. Drawing needs matplotlib and no GPU.
 import argparse
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from sdx_accel.bench.cell import PROMPTS
+from sdx_accel.bench.sampler import sampled
 
 __all__ = ["draw", "main", "run"]
 
 GIB = 1 << 30
 #: the module whose first call begins a phase
 FIRST = {"text_encoder": "text", "unet": "denoise", "vae": "decode"}
-
-
-@contextmanager
-def _sampled(found: dict[str, Any]) -> Iterator[None]:
-    """Fill `found` with what the sampler wrote over the block."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "samples.json"
-        command = [sys.executable, "-m", "sdx_accel.bench.sampler", "0", str(file), "series"]
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert child.stdin is not None
-        assert child.stdout is not None
-        child.stdout.readline()
-        try:
-            yield
-        finally:
-            child.stdin.close()
-            child.wait(timeout=30)
-            child.stdout.close()
-        found.update(json.loads(file.read_text(encoding="utf-8")))
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -61,7 +39,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     gpu = not options.tiny
     if gpu:
         read_idle_cards()
-        with _sampled(seen):
+        with sampled(seen, series=True):
             pass
     idle = seen.get("idle", 0)
     model = "random:sdxl-tiny" if options.tiny else options.model
@@ -91,7 +69,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     picture(0)
     begins.clear()
     if gpu:
-        with _sampled(seen):
+        with sampled(seen, series=True):
             start = time.time()
             picture(1)
             end = time.time()

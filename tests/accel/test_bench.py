@@ -2,12 +2,16 @@
 
 import argparse
 import json
+import os
+import sys
+import time
 
 import pytest
 import torch
 from PIL import Image
 
 from sdx_accel.bench import cell, decode, gpu, steps, table, timeline
+from sdx_accel.bench.sampler import sampled
 
 
 def test_a_cell_records_what_it_ran():
@@ -131,3 +135,29 @@ def test_memory_over_time(tmp_path):
     timeline.draw(document, tmp_path / "timeline.png")
     with Image.open(tmp_path / "timeline.png") as picture:
         assert picture.width > 600
+
+
+FAKE_NVML = """
+class Info:
+    used = 100
+
+def nvmlInit(): pass
+def nvmlDeviceGetHandleByIndex(index): return index
+def nvmlDeviceGetMemoryInfo(handle):
+    Info.used += 50
+    return Info
+"""
+
+
+def test_the_sampler_sees_the_block_from_its_own_process(monkeypatch, tmp_path):
+    (tmp_path / "pynvml.py").write_text(FAKE_NVML, encoding="utf-8")
+    # before what is installed, and beside what runs these tests from a checkout
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    seen = {}
+    begin = time.time()
+    with sampled(seen, series=True):
+        time.sleep(0.1)
+    assert seen["idle"] == 150
+    assert seen["samples"] == len(seen["series"]) + 1
+    assert seen["peak"] == seen["series"][-1][1] == 150 + 50 * len(seen["series"])
+    assert all(begin <= at <= time.time() for at, _ in seen["series"])
