@@ -325,6 +325,7 @@ def stand_in(attn: Any, site: Site, processor: type[SdxAttnProcessor]) -> None:
     """Replace the host's processor of a claimed module, remembering it for the way back."""
     ours = processor()
     ours.stock = site.stock = attn.processor
+    site.kinds[processor] = type(attn.processor)
     _put(attn, ours)
 
 

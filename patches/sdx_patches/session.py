@@ -74,6 +74,7 @@ class Site:
         owners: settings by owner, in the order of their last call; the last one holds.
         undo: what `restore` calls, last entry first; entries are picklable.
         stock: the host's object that ours stands in for, where there is one.
+        kinds: by each class of ours that stood here, the host's class that it stood in for.
         watched: on a model's entry module, the attention modules that its hook looks after.
         running: implementation that served the last call, None before the first.
         reasons: what the other candidates of that call were refused for, by name.
@@ -83,6 +84,7 @@ class Site:
     owners: dict[str, Settings] = field(default_factory=dict)
     undo: list[Callable[[], None]] = field(default_factory=list)
     stock: Any = None
+    kinds: dict[type, type] = field(default_factory=dict)
     watched: list[nn.Module] = field(default_factory=list)
     running: str | None = None
     reasons: Mapping[str, Sequence[str]] = field(default_factory=dict)

@@ -117,13 +117,14 @@ def _swap_back(site: Site | None) -> None:
 def adopt(processor: Any, site: Site | None) -> None:
     """Give a processor of ours that the host made from its class the stock one to go back to.
 
-    Without us the host would have made a new one of the stock class there: so do we. One that
-    cannot be made without arguments stays the one that was there.
+    Without us the host would have made a new one of the stock class there: so do we. What stands
+    there now may be of another class (fusing keeps the processors of before). One that cannot be
+    made without arguments stays the one that was there.
     """
     if not isinstance(processor, SdxAttnProcessor) or processor.stock is not None or site is None:
         return
     try:
-        processor.stock = type(site.stock)()
+        processor.stock = site.kinds.get(type(processor), type(site.stock))()
     except TypeError:
         processor.stock = site.stock
 
