@@ -103,8 +103,9 @@ def _steps(width: int, held: int, biased: bool, queries: int) -> tuple[ShortConf
             return (many,) if biased else (half,)
         return ()
     if held <= 96 and not biased:
+        # without a bias 64 rows fit every card (32 KiB), and 32 of them would spill on sm_89
         few = queries <= 16 and held <= 32
-        return (one if few else walk if queries > 2048 else tile, small)
+        return (one, tile) if few else (walk, tile) if queries > 2048 else (tile,)
     if held <= 96 or (held <= 160 and not biased):
         return (rows, small)
     if held <= 160:
