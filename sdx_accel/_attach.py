@@ -1,5 +1,6 @@
 """Attaches the three methods to diffusers, and names our backend, once diffusers is imported."""
 
+import os
 import sys
 import warnings
 from types import ModuleType
@@ -15,6 +16,8 @@ _HOSTS = {
     "diffusers.models.modeling_utils": "ModelMixin",
 }
 _DISPATCHER = "diffusers.models.attention_dispatch"
+_CONSTANTS = "diffusers.utils.constants"
+_DEFAULT = "DIFFUSERS_ATTN_BACKEND"
 
 
 def _method(kind: str, name: str) -> Any:
@@ -93,6 +96,33 @@ def _name_backend(loaded: ModuleType) -> None:
     dispatcher.available()
 
 
+def _stand_in(constants: ModuleType) -> None:
+    """Have diffusers begin with its own default where DIFFUSERS_ATTN_BACKEND names our backend.
+
+    It looks that name up in the middle of importing its dispatcher, before anybody can add one.
+    """
+    from sdx_patches.dispatcher import NAME
+
+    if getattr(constants, _DEFAULT, None) == NAME:
+        setattr(constants, _DEFAULT, "native")
+        wrapt.register_post_import_hook(_make_default, _DISPATCHER)
+
+
+def _make_default(loaded: ModuleType) -> None:
+    """Make our backend the process's default, as DIFFUSERS_ATTN_BACKEND asked."""
+    from sdx_patches import dispatcher
+
+    if dispatcher.available():
+        loaded._AttentionBackendRegistry.set_active_backend(dispatcher.register())
+        setattr(sys.modules[_CONSTANTS], _DEFAULT, dispatcher.NAME)
+    else:
+        warnings.warn(
+            f"{_DEFAULT}={dispatcher.NAME}: this diffusers' attention dispatcher takes no other "
+            "backends; its own default is used",
+            stacklevel=2,
+        )
+
+
 def register() -> None:
     """Hook into diffusers' two base classes; fires at once for what is already imported.
 
@@ -101,6 +131,8 @@ def register() -> None:
     if _DISPATCHER in sys.modules:
         _name_backend(sys.modules[_DISPATCHER])
     else:
+        if os.environ.get(_DEFAULT):
+            wrapt.register_post_import_hook(_stand_in, _CONSTANTS)
         wrapt.register_post_import_hook(_name_backend, _DISPATCHER)
     for module, host in _HOSTS.items():
         kind = "pipeline" if host == "DiffusionPipeline" else "model"

@@ -3,6 +3,7 @@
 It knows the host libraries' classes; it plans nothing, prints nothing and moves nothing.
 """
 
+from contextlib import suppress
 from typing import Any
 
 from sdx_kernels.ops.attention_names import allowed_by
@@ -63,13 +64,22 @@ def restore(root: Any, *, owner: str) -> None:
         root: the pipeline or module given to `patch`, or another that shares its models.
         owner: the name given to `patch`; `EVERYONE` stands for all owners.
     """
-    release_all(root, owner)
+    try:
+        release_all(root, owner)
+    finally:
+        families.clear(root)
 
 
 def owners(root: Any) -> set[str]:
     """Everybody who has patched a part of `root` and has not restored it."""
-    modules = (m for component in components(root).values() for m in component.modules())
-    return {name for m in modules if (site := site_of(m)) is not None for name in site.owners}
+    found: set[str] = set()
+    for component in components(root).values():
+        # a part that cannot be walked now was patched by nobody, and must not keep the others
+        with suppress(Exception):
+            for module in component.modules():
+                site = site_of(module)
+                found.update(() if site is None else site.owners)
+    return found
 
 
 def layers(root: Any) -> list[Layer]:

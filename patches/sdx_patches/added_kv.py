@@ -4,7 +4,7 @@ It knows the host's `add_k_proj` and `add_v_proj`; how segments of keys are atte
 in `attention`. The module imports diffusers and is loaded where a layer of this kind was met.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from diffusers.models.attention_processor import AttnAddedKVProcessor2_0
 from torch import Tensor
@@ -14,18 +14,31 @@ from sdx_patches.attention import (
     Segment,
     attend_segments,
     attention_bias,
+    call_stock,
     split_heads,
+    stock_of,
     stored_signature,
 )
-from sdx_patches.session import record
+from sdx_patches.session import is_patched, record
 
-__all__ = ["SdxAttnAddedKVProcessor"]
+__all__ = [
+    "SdxAttnAddedKVProcessor",
+    "SdxEagerAttnAddedKVProcessor",
+    "SdxMemoryEfficientAttnAddedKVProcessor",
+    "SdxSlicedAttnAddedKVProcessor",
+]
 
 
 # a subclass of the host's, because enabling xFormers on such a layer asks for it; "Added" is in
 # the name because fusing projections must be refused here, and the host decides that by the name
 class SdxAttnAddedKVProcessor(SdxAttnProcessor, AttnAddedKVProcessor2_0):
-    """Attention over the text's keys followed by the picture's own, by our attention op."""
+    """Attention over the text's keys followed by the picture's own, by our attention op.
+
+    In the place of `AttnAddedKVProcessor2_0`, which leaves `attn.scale` unread.
+    """
+
+    host: ClassVar[str] = "AttnAddedKVProcessor2_0"
+    spatial: ClassVar[bool] = False
 
     @stored_signature
     def __call__(
@@ -56,8 +69,17 @@ class SdxAttnAddedKVProcessor(SdxAttnProcessor, AttnAddedKVProcessor2_0):
         Raises:
             InvalidInputs: the mask covers neither the text nor the text and the picture.
         """
+        if not is_patched(attn) and (stock := stock_of(self)) is not None:
+            return call_stock(
+                stock,
+                attn,
+                hidden_states,
+                encoder_hidden_states=encoder_hidden_states,
+                attention_mask=attention_mask,
+                temb=temb,
+            )
         residual = hidden_states
-        if attn.spatial_norm is not None:
+        if self.spatial and attn.spatial_norm is not None:
             hidden_states = attn.spatial_norm(hidden_states, temb)
         hidden_states = hidden_states.flatten(2).transpose(1, 2)
         # without a text the picture stands for it, before its group norm
@@ -78,11 +100,31 @@ class SdxAttnAddedKVProcessor(SdxAttnProcessor, AttnAddedKVProcessor2_0):
             Segment(split_heads(key, heads), split_heads(value, heads), bias)
             for (key, value), bias in zip(keys_and_values, biases, strict=True)
         ]
-        hidden_states, choice = attend_segments(attn, query, segments)
+        hidden_states, choice = attend_segments(attn, query, segments, self.scale_of(attn))
         record(attn, choice)
         for layer in attn.to_out:
             hidden_states = layer(hidden_states)
         return hidden_states.transpose(1, 2).reshape(residual.shape) + residual
+
+
+class SdxEagerAttnAddedKVProcessor(SdxAttnAddedKVProcessor):
+    """In the place of `AttnAddedKVProcessor`."""
+
+    host: ClassVar[str] = "AttnAddedKVProcessor"
+    scaled: ClassVar[bool] = True
+
+
+class SdxSlicedAttnAddedKVProcessor(SdxEagerAttnAddedKVProcessor):
+    """In the place of `SlicedAttnAddedKVProcessor`, the one of them with a spatial norm."""
+
+    host: ClassVar[str] = "SlicedAttnAddedKVProcessor"
+    spatial: ClassVar[bool] = True
+
+
+class SdxMemoryEfficientAttnAddedKVProcessor(SdxEagerAttnAddedKVProcessor):
+    """In the place of `XFormersAttnAddedKVProcessor`."""
+
+    host: ClassVar[str] = "XFormersAttnAddedKVProcessor"
 
 
 def _biases(mask: Tensor | None, batch: int, heads: int, lengths: list[int]) -> list[Tensor | None]:

@@ -5,11 +5,12 @@ sit in. Settings and records live on the module, never on the processor: diffuse
 processor from its class alone when it loads or unloads an IP-Adapter.
 """
 
+import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +18,31 @@ from torch import Tensor, nn
 from sdx_kernels.errors import InvalidInputs
 from sdx_kernels.ops import attend
 from sdx_kernels.registry import Choice
-from sdx_patches.session import PatchSession, Site, record, settings_of, site_of
+from sdx_patches import compat, torch_call
+from sdx_patches.session import (
+    PatchSession,
+    Site,
+    is_patched,
+    record,
+    settings_of,
+    site_of,
+)
 
 __all__ = [
     "SdxAttnProcessor",
-    "SdxFusedAttnProcessor",
     "Segment",
     "SharesWeights",
+    "adopt",
     "attend_heads",
     "attend_segments",
     "attention_bias",
+    "call_stock",
     "finish",
     "install",
+    "introduce",
     "split_heads",
     "stand_in",
+    "stock_of",
     "stored_signature",
     "tokens_of",
     "uninstall",
@@ -52,10 +64,23 @@ def stored_signature(call: Call) -> Call:
 class SdxAttnProcessor:
     """Self- and cross-attention with separate `to_q`, `to_k`, `to_v`, by our attention op.
 
+    The base of all our processors. Each of diffusers' classes has one of its own: what a class
+    leaves out, ours leaves out in its place, and an instance that diffusers creates from the class
+    alone still knows what it stands in for.
+
     Attributes:
+        host: name of diffusers' class in the place of which instances stand.
+        scaled: whether that class multiplies the scores by `attn.scale`, and not by 1/√dim.
+        normed: whether that class calls `attn.norm_q` and `attn.norm_k`.
+        spatial: whether that class calls `attn.spatial_norm`.
         stock: the host's processor that this one stands in for; None where diffusers created
             this instance itself.
     """
+
+    host: ClassVar[str] = ""
+    scaled: ClassVar[bool] = False
+    normed: ClassVar[bool] = True
+    spatial: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.stock: Any = None
@@ -100,44 +125,64 @@ class SdxAttnProcessor:
         Raises:
             InvalidInputs: the mask's length is not the number of keys.
         """
+        if not is_patched(attn) and (stock := stock_of(self)) is not None:
+            return call_stock(
+                stock,
+                attn,
+                hidden_states,
+                encoder_hidden_states=encoder_hidden_states,
+                attention_mask=attention_mask,
+                temb=temb,
+            )
         query, key, value = self.prepare(attn, hidden_states, encoder_hidden_states, temb)
         bias = attention_bias(attention_mask, query.shape[0], attn.heads, key.shape[1])
-        out, choice = attend_heads(attn, query, key, value, bias)
+        out, choice = attend_heads(attn, query, key, value, bias, self.scale_of(attn))
         record(attn, choice)
         return finish(attn, out, hidden_states)
+
+    def scale_of(self, attn: Any) -> float | None:
+        """Factor of the scores, as the host's class has it; None = 1/√dim."""
+        return attn.scale if self.scaled else None
 
     def prepare(
         self, attn: Any, hidden_states: Tensor, context: Tensor | None, temb: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value with every norm of the module applied."""
-        hidden_states = tokens_of(attn, hidden_states, temb)
+        """Query, key and value with every norm applied that the host's class applies."""
+        if self.spatial and attn.spatial_norm is not None:
+            hidden_states = attn.spatial_norm(hidden_states, temb)
+        hidden_states = tokens_of(attn, hidden_states)
         if context is not None and attn.norm_cross is not None:
             context = attn.norm_encoder_hidden_states(context)
         query, key, value = self.project(attn, hidden_states, context)
-        if attn.norm_q is not None:
+        if self.normed and attn.norm_q is not None:
             query = attn.norm_q(query)
-        if attn.norm_k is not None:
+        if self.normed and attn.norm_k is not None:
             key = attn.norm_k(key)
         return query, key, value
 
 
-class SdxFusedAttnProcessor(SdxAttnProcessor):
-    """The same for fused projections; query, key and value are strided views, not copies."""
+def stock_of(ours: SdxAttnProcessor) -> Any:
+    """The host's processor that `ours` stands in for, made now where the host made `ours`.
 
-    def project(
-        self, attn: Any, hidden_states: Tensor, context: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value, each (batch, length, heads, dim)."""
-        if context is None:
-            query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
-        else:
-            query = attn.to_q(hidden_states)
-            key, value = attn.to_kv(context).chunk(2, dim=-1)
-        return (
-            split_heads(query, attn.heads),
-            split_heads(key, attn.heads),
-            split_heads(value, attn.heads),
-        )
+    Returns:
+        None where one cannot be made without arguments, or while a graph is being traced.
+    """
+    if ours.stock is None and not torch.compiler.is_compiling():
+        try:
+            ours.stock = getattr(importlib.import_module(compat.PROCESSORS), ours.host)()
+        except TypeError:
+            return None
+    return ours.stock
+
+
+def call_stock(stock: Any, attn: Any, hidden_states: Tensor, **arguments: Any) -> Any:
+    """What the host's processor makes of a call to ours, on a module that is not patched.
+
+    Ours comes to stand there when somebody puts back what he kept: a pipeline with perturbed
+    attention at the end of its call, say, in the middle of which ours was switched off.
+    """
+    named = inspect.signature(stock.__call__).parameters
+    return stock(attn, hidden_states, **{k: v for k, v in arguments.items() if k in named})
 
 
 def split_heads(tensor: Tensor, heads: int) -> Tensor:
@@ -146,16 +191,13 @@ def split_heads(tensor: Tensor, heads: int) -> Tensor:
     return tensor.view(tensor.shape[0], tensor.shape[1], heads, -1)
 
 
-def tokens_of(attn: Any, hidden_states: Tensor, temb: Tensor | None) -> Tensor:
+def tokens_of(attn: Any, hidden_states: Tensor) -> Tensor:
     """The layer's input as normalised tokens, (batch, length, channels).
 
     Args:
-        attn: the module, with its `spatial_norm` and `group_norm`, either of which may be None.
+        attn: the module, with its `group_norm`, which may be None.
         hidden_states: (batch, length, channels) or (batch, channels, height, width).
-        temb: (batch, channels, height, width), what the spatial norm is conditioned on.
     """
-    if attn.spatial_norm is not None:
-        hidden_states = attn.spatial_norm(hidden_states, temb)
     if hidden_states.dim() == 4:
         hidden_states = hidden_states.flatten(2).transpose(1, 2)
     if attn.group_norm is not None:
@@ -164,14 +206,20 @@ def tokens_of(attn: Any, hidden_states: Tensor, temb: Tensor | None) -> Tensor:
 
 
 def attend_heads(
-    attn: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+    attn: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    scale: float | None = None,
 ) -> tuple[Tensor, Choice]:
-    """Attention of one module's heads, with its scale and its wish for fp32.
+    """Attention of one module's heads, with its wish for fp32.
 
     Args:
         attn: the module.
         query, key, value: (batch, length, heads, dim).
         bias: broadcasts to (batch, heads, queries, keys); float or bool.
+        scale: factor of the scores; None = 1/√dim.
 
     Returns:
         (batch, queries, heads·dim) in the query's dtype, and what ran.
@@ -181,8 +229,14 @@ def attend_heads(
         # upcast_softmax needs nothing: every implementation keeps its scores and softmax in
         # fp32, so only the request for fp32 products costs anything
         query, key, value = query.float(), key.float(), value.float()
-    op = settings_of(attn).attention_op
-    out, choice = attend(query, key, value, bias, 0.0, attn.scale, op=op)
+    settings = settings_of(attn)
+    heard_by = torch_call.listener()
+    if heard_by is None:
+        out, choice = attend(query, key, value, bias, 0.0, scale, op=settings.attention_op)
+    else:
+        out, choice = torch_call.attend_listened(
+            heard_by, query, key, value, bias, 0.0, scale, requested=settings.requested
+        )
     return out.to(dtype).flatten(2), choice
 
 
@@ -200,7 +254,9 @@ class Segment(NamedTuple):
     bias: Tensor | None = None
 
 
-def attend_segments(attn: Any, query: Tensor, segments: Sequence[Segment]) -> tuple[Tensor, Choice]:
+def attend_segments(
+    attn: Any, query: Tensor, segments: Sequence[Segment], scale: float | None
+) -> tuple[Tensor, Choice]:
     """Attention over several segments of keys as if they were one sequence.
 
     Returns:
@@ -210,10 +266,10 @@ def attend_segments(attn: Any, query: Tensor, segments: Sequence[Segment]) -> tu
     # segment gives the same, but not for less: where the output has n bytes in 16 bits, joining
     # keys and values moves 4 n bytes, the merge of two parts in fp32 about 23 n.
     if len(segments) == 1:
-        return attend_heads(attn, query, *segments[0])
+        return attend_heads(attn, query, *segments[0], scale)
     key = torch.cat([segment.key for segment in segments], dim=1)
     value = torch.cat([segment.value for segment in segments], dim=1)
-    return attend_heads(attn, query, key, value, _joined_bias(segments))
+    return attend_heads(attn, query, key, value, _joined_bias(segments), scale)
 
 
 def _joined_bias(segments: Sequence[Segment]) -> Tensor | None:
@@ -319,14 +375,42 @@ def install(attn: Any, session: PatchSession, processor: type[SdxAttnProcessor] 
     session.on_failure(partial(_put, attn, current))
     if processor is not None:
         stand_in(attn, site, processor)
+    else:
+        introduce(type(attn.processor))
+        adopt(attn.processor, site)
 
 
 def stand_in(attn: Any, site: Site, processor: type[SdxAttnProcessor]) -> None:
     """Replace the host's processor of a claimed module, remembering it for the way back."""
+    introduce(processor)
     ours = processor()
     ours.stock = site.stock = attn.processor
-    site.kinds[processor] = type(attn.processor)
     _put(attn, ours)
+
+
+def adopt(ours: SdxAttnProcessor, site: Site) -> None:
+    """Keep in mind what a processor of ours stands in for, however it came to a claimed module.
+
+    Without us the host, which made it from its class, would have made a new one of the stock
+    class: so do we. One that cannot be made without arguments stays the one that was there.
+    """
+    stock = stock_of(ours)
+    if stock is None:
+        ours.stock = site.stock
+    else:
+        site.stock = stock
+
+
+def introduce(processor: type[SdxAttnProcessor]) -> None:
+    """Have diffusers' hooks treat ours as the class that it stands in for; it stays so."""
+    try:
+        from diffusers.hooks._helpers import AttentionProcessorRegistry as Known
+
+        stock = getattr(importlib.import_module(compat.PROCESSORS), processor.host)
+        Known.register(processor, Known.get(stock))
+    # a diffusers without such hooks, or whose hooks do not know the stock class either
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return
 
 
 def uninstall(attn: Any) -> None:
@@ -335,7 +419,9 @@ def uninstall(attn: Any) -> None:
     if not isinstance(ours, SdxAttnProcessor):
         return
     site = site_of(attn)
-    stock = site.stock if ours.stock is None and site is not None else ours.stock
+    stock = stock_of(ours)
+    if stock is None and site is not None:
+        stock = site.stock
     if stock is None:
         return
     if isinstance(ours, SharesWeights) and ours.stock is stock:

@@ -18,6 +18,7 @@ __all__ = [
     "IMPLEMENTATION",
     "OTHER_ENCODERS",
     "PARALLEL",
+    "PROCESSORS",
     "SET_DEFAULT",
     "T5_ATTENTIONS",
     "TORCH_ATTENTION",
@@ -53,6 +54,8 @@ OTHER_ENCODERS: Final = (
     "transformers.models.siglip.modeling_siglip.SiglipAttention",
     "transformers.models.xlm_roberta.modeling_xlm_roberta.XLMRobertaSelfAttention",
 )
+#: Module of every processor that we stand in for.
+PROCESSORS: Final = "diffusers.models.attention_processor"
 TORCH_ATTENTION: Final = "torch.nn.modules.activation.MultiheadAttention"
 
 #: Attributes of a processor that calls diffusers' attention dispatcher: the backend it names, and
@@ -81,6 +84,8 @@ _HOST_NAMES = (
     "diffusers.models.attention_dispatch:_AttentionBackendRegistry._backends",
     "diffusers.models.attention_dispatch:_AttentionBackendRegistry.register",
     "diffusers.models.attention_processor:Attention.norm_encoder_hidden_states",
+    "diffusers.hooks._helpers:AttentionProcessorRegistry.get",
+    "diffusers.hooks._helpers:AttentionProcessorRegistry.register",
     "diffusers.hooks.hooks:HookRegistry.get_hook",
     "diffusers.image_processor:IPAdapterMaskProcessor.downsample",
     "diffusers.models.attention_processor:AttnAddedKVProcessor2_0",

@@ -4,7 +4,7 @@ It knows the weights of the host's processor; what is common to all layers is in
 module imports diffusers and is loaded where a layer of this kind was met.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers.models.attention_processor import CustomDiffusionAttnProcessor2_0
@@ -15,11 +15,17 @@ from sdx_patches.attention import (
     SharesWeights,
     attend_heads,
     attention_bias,
+    call_stock,
     split_heads,
+    stock_of,
 )
-from sdx_patches.session import record
+from sdx_patches.session import is_patched, record
 
-__all__ = ["SdxCustomDiffusionAttnProcessor"]
+__all__ = [
+    "SdxCustomDiffusionAttnProcessor",
+    "SdxEagerCustomDiffusionAttnProcessor",
+    "SdxMemoryEfficientCustomDiffusionAttnProcessor",
+]
 
 
 # a subclass of the host's, because `save_attn_procs()` asks for it
@@ -28,8 +34,10 @@ class SdxCustomDiffusionAttnProcessor(SharesWeights, CustomDiffusionAttnProcesso
 
     Source: Kumari et al. 2022, "Multi-Concept Customization of Text-to-Image Diffusion". Made
     without arguments it uses the module's own projections; it takes over the trained ones of the
-    processor that it stands in for.
+    processor that it stands in for, which is a `CustomDiffusionAttnProcessor2_0`.
     """
+
+    host: ClassVar[str] = "CustomDiffusionAttnProcessor2_0"
 
     def __init__(self) -> None:
         CustomDiffusionAttnProcessor2_0.__init__(self, train_kv=False, train_q_out=False)
@@ -59,6 +67,14 @@ class SdxCustomDiffusionAttnProcessor(SharesWeights, CustomDiffusionAttnProcesso
         Raises:
             InvalidInputs: the mask's length is not the number of keys.
         """
+        if not is_patched(attn) and (stock := stock_of(self)) is not None:
+            return call_stock(
+                stock,
+                attn,
+                hidden_states,
+                encoder_hidden_states=encoder_hidden_states,
+                attention_mask=attention_mask,
+            )
         context = hidden_states
         if encoder_hidden_states is not None:
             context = encoder_hidden_states
@@ -82,11 +98,25 @@ class SdxCustomDiffusionAttnProcessor(SharesWeights, CustomDiffusionAttnProcesso
             split_heads(key, heads),
             split_heads(value, heads),
             bias,
+            self.scale_of(attn),
         )
         record(attn, choice)
         for layer in self.to_out_custom_diffusion if self.train_q_out else attn.to_out:
             out = layer(out)
         return out
+
+
+class SdxEagerCustomDiffusionAttnProcessor(SdxCustomDiffusionAttnProcessor):
+    """In the place of `CustomDiffusionAttnProcessor`."""
+
+    host: ClassVar[str] = "CustomDiffusionAttnProcessor"
+    scaled: ClassVar[bool] = True
+
+
+class SdxMemoryEfficientCustomDiffusionAttnProcessor(SdxEagerCustomDiffusionAttnProcessor):
+    """In the place of `CustomDiffusionXFormersAttnProcessor`."""
+
+    host: ClassVar[str] = "CustomDiffusionXFormersAttnProcessor"
 
 
 def _trained(layer: Any, context: Tensor) -> Tensor:

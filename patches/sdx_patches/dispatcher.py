@@ -1,36 +1,52 @@
 """Our attention op as a backend of diffusers' attention dispatcher, set on one model only.
 
-It knows the dispatcher's registry and the call that it makes; it must not know which model or
-processor calls. A backend stays registered once added: it has no effect on a model that does not
-name it, and the process-wide active backend is never touched.
+It knows the dispatcher's registry, the call that it makes and the module that makes it; how a
+processor comes to name the backend is in `dispatcher_sites`. A backend stays registered once added:
+it has no effect on a model that does not name it, and the process-wide one is never touched.
 """
 
-from contextvars import ContextVar
-from dataclasses import dataclass
+import inspect
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from sdx_kernels.bias import LowerTriangularMask
 from sdx_kernels.ops import attend, memory_efficient_attention_forward_requires_grad
-from sdx_patches import compat
-from sdx_patches.session import Op, PatchSession, Settings, Site, record, site_of
+from sdx_patches import compat, torch_call
+from sdx_patches.session import Op, Settings, record, site_of
 
-__all__ = ["NAME", "available", "backend_function", "install", "left_alone", "register", "serves"]
+__all__ = [
+    "NAME",
+    "TAKEN",
+    "Taken",
+    "active",
+    "available",
+    "backend_function",
+    "is_default",
+    "is_ours",
+    "name_of",
+    "own_backend",
+    "register",
+    "serves",
+]
 
 #: Our name in diffusers' list of backends. A layer that was asked for one certain operator gets
-#: a backend of its own, `sdx_accel_<operator>`: the function sees no module, and a traced graph
+#: a backend of its own, `sdx_accel_<operator>`: in a traced graph the function finds no module and
 #: must still keep to the operator.
 NAME: Final = "sdx_accel"
 
 _AUTO: Final = "auto"
 
-#: The module whose forward is running, and what was there before it; the dispatcher tells its
-#: backends nothing of the caller. One per thread.
-_serving: ContextVar[Any] = ContextVar("sdx_serving", default=None)
+#: On a processor that got our backend: what it had before. On the processor, and not in a table of
+#: ours, because it must follow deepcopy and pickle.
+TAKEN: Final = "_sdx_taken"
+
+#: What runs a module's forward, with the module as `self`.
+_MODULE_CALL: Final = nn.Module._call_impl.__code__
 
 
 def available() -> bool:
@@ -130,6 +146,29 @@ def backend_function(
         ValueError: a split sequence; both `attn_mask` and `is_causal`; or a log-sum-exp asked for
             where gradients or dropout are.
     """
+    # a graph records nothing, and in it there is no caller to be found
+    attn = None if torch.compiler.is_compiling() else _caller()
+    site = None
+    if attn is not None:
+        site = site_of(attn)
+        if site is not None:
+            op = site.settings.attention_op
+        elif (own := own_backend(attn)) is not None:
+            from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+            return dispatch_attention_fn(
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale,
+                enable_gqa,
+                {"return_lse": True} if return_lse else None,
+                backend=own,
+                parallel_config=_parallel_config,
+            )
     if _parallel_config is not None:
         raise ValueError(f"the {NAME} attention backend does not support context parallelism")
     if attn_mask is not None and is_causal:
@@ -146,10 +185,17 @@ def backend_function(
         key, value = key.unsqueeze(3), value.unsqueeze(3)
     if return_lse:
         return _with_lse(op, query, key, value, bias, dropout_p, scale)
-    out, choice = attend(query, key, value, bias, dropout_p, scale, op=op)
-    # a graph records nothing, see `record`; so it need not read the variable either
-    if not torch.compiler.is_compiling() and (frame := _serving.get()) is not None:
-        record(frame[0], choice)
+    # torch's call has no grouped heads of five dimensions: those stay ours
+    heard_by = None if shared else torch_call.listener()
+    if heard_by is None:
+        out, choice = attend(query, key, value, bias, dropout_p, scale, op=op)
+    else:
+        requested = NAME if site is None else site.settings.requested
+        out, choice = torch_call.attend_listened(
+            heard_by, query, key, value, bias, dropout_p, scale, requested=requested
+        )
+    if attn is not None:
+        record(attn, choice)
     return out.flatten(2, 3) if shared else out
 
 
@@ -166,159 +212,78 @@ def _with_lse(
     return (out.flatten(2, 3) if out.dim() == 5 else out), lse
 
 
+def _caller() -> Any:
+    """The module that asks for attention, or None where none that the dispatcher serves does.
+
+    The dispatcher tells its backends nothing of the caller, so it is read off the stack. Noting it
+    before the call and forgetting it after would be wrong as soon as the second did not happen:
+    torch calls no hook after a KeyboardInterrupt, nor one that was removed in between.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _MODULE_CALL and serves(module := frame.f_locals["self"]):
+            return module
+        frame = frame.f_back
+    return None
+
+
 def serves(module: nn.Module) -> bool:
     """Whether the module's processor takes its backend from diffusers' dispatcher."""
-    processor = vars(module).get("processor") or module._modules.get("processor")
+    processor = vars(module).get("processor")
+    # a scripted module has a mapping without `get` here
+    if processor is None and "processor" in module._modules:
+        processor = module._modules["processor"]
     return hasattr(processor, compat.BACKEND)
 
 
-def install(attn: nn.Module, session: PatchSession) -> None:
-    """Claim `attn` for the session and make our backend its processor's.
+def is_default() -> bool:
+    """Whether our backend is that of every processor of the process which names none."""
+    return available() and is_ours(active())
 
-    A backend that somebody chose for this processor stays, and so does a processor that works on
-    a part of the sequence.
+
+class Taken:
+    """What a processor with our backend had before, and the modules that it got ours for.
+
+    One processor may be that of several models; the last of them takes ours away.
 
     Args:
-        attn: a module that the dispatcher `serves`.
-        session: the running session; its failure puts the previous backend back.
-    """
-    processor: Any = attn.processor
-    current = getattr(processor, compat.BACKEND)
-    if not available() or not _free(processor):
-        return
-    site = session.claim(attn)
-    undo = _undo_of(site)
-    if undo is None:
-        undo = RestoreBackend(
-            attn,
-            [
-                attn.register_forward_pre_hook(_enter),
-                attn.register_forward_hook(_leave, always_call=True),
-            ],
-            [],
-        )
-        site.undo.append(undo)
-    elif _is_ours(current):
-        session.on_failure(partial(setattr, processor, compat.BACKEND, current))
-    undo.take_over(processor, register(session.settings.attention_op))
-
-
-def left_alone(attn: nn.Module) -> tuple[str, str] | None:
-    """Why a module that the dispatcher serves does not go through our op, or None if it does.
-
-    Returns:
-        The backend that it uses instead, by name, and the reason.
-    """
-    processor: Any = attn.processor
-    backend = getattr(processor, compat.BACKEND)
-    running = _value(backend) if backend is not None else _active()
-    site = site_of(attn)
-    undo = None if site is None else _undo_of(site)
-    if not available():
-        return running, "this version of diffusers has no attention dispatcher that we know"
-    if getattr(processor, compat.PARALLEL, None) is not None:
-        return running, "works on a part of the sequence (context parallelism)"
-    if _is_ours(backend):
-        if undo is not None:
-            return None
-        return running, f"set_attention_backend({running!r}) chose it; enable_xattn() records more"
-    if backend is not None:
-        return running, (
-            f"the backend {running!r} was chosen for this model; reset_attention_backend() and "
-            "another enable_xattn() bring ours"
-        )
-    if undo is None:
-        if running.startswith(NAME):
-            return running, "an earlier set_attention_backend() made it the process's default"
-        return running, "not enabled"
-    if undo.knows(processor):
-        return running, (
-            "reset_attention_backend() was called later; another enable_xattn() brings ours back"
-        )
-    return running, f"{type(processor).__name__} was installed since; ours returns when it runs"
-
-
-@dataclass
-class RestoreBackend:
-    """Undo entry of one module; a class, so that a patched model can be pickled and copied.
-
-    Attributes:
-        attn: the module.
-        hooks: its hooks that tell the backend which module is running.
-        taken: each processor that got our backend, with its own attribute before, if it had one.
+        before: the processor's own attribute, by name, if it had one.
+        users: the modules. A copy of a processor knows none: they are those of the original.
     """
 
-    attn: nn.Module
-    hooks: list[RemovableHandle]
-    taken: list[tuple[Any, dict[str, Any]]]
+    def __init__(self, before: dict[str, Any], users: Iterable[nn.Module] = ()) -> None:
+        self.before = before
+        self.users = WeakSet(users)
 
-    def __call__(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
-        for processor, before in self.taken:
-            # another backend that was chosen since stays
-            if _is_ours(vars(processor).get(compat.BACKEND)):
-                del vars(processor)[compat.BACKEND]
-                vars(processor).update(before)
-
-    def knows(self, processor: Any) -> bool:
-        """Whether `processor` has already got our backend from here."""
-        return any(processor is known for known, _ in self.taken)
-
-    def take_over(self, processor: Any, backend: Any) -> None:
-        """Make `backend` the processor's, remembering what was there the first time."""
-        own = vars(processor)
-        if not self.knows(processor):
-            self.taken.append((processor, {k: own[k] for k in (compat.BACKEND,) if k in own}))
-        setattr(processor, compat.BACKEND, backend)
+    def __reduce__(self) -> tuple[Any, tuple[dict[str, Any]]]:
+        return Taken, (self.before,)
 
 
-def _enter(attn: nn.Module, args: Any) -> None:
-    """Forward-pre-hook: keep to the settings that hold, and say which module runs."""
-    if torch.compiler.is_compiling():
-        return
-    site = site_of(attn)
-    undo = None if site is None else _undo_of(site)
-    processor: Any = attn.processor
-    if site is not None and undo is not None and serves(attn) and _free(processor):
-        backend = getattr(processor, compat.BACKEND)
-        # None on a processor that had ours: taken away by name, so it stays away
-        if backend is not None or not undo.knows(processor):
-            wanted = register(site.settings.attention_op)
-            if backend is not wanted:
-                undo.take_over(processor, wanted)
-    _serving.set((attn, _serving.get()))
+def own_backend(attn: nn.Module) -> Any:
+    """The backend of a module that is not patched but shares its processor with one that is.
+
+    None where the processor is nobody's, or where ours is the process's default.
+    """
+    taken: Taken | None = vars(attn.processor).get(TAKEN)
+    if taken is None or not is_ours(getattr(attn.processor, compat.BACKEND)):
+        return None
+    before = taken.before.get(compat.BACKEND)
+    own = active() if before is None else before
+    return None if is_ours(own) else own
 
 
-def _leave(attn: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook, called after a failure too: the module is not running any more."""
-    if torch.compiler.is_compiling():
-        return
-    frame = _serving.get()
-    if frame is not None:
-        _serving.set(frame[1])
-
-
-def _undo_of(site: Site) -> RestoreBackend | None:
-    return next((undo for undo in site.undo if isinstance(undo, RestoreBackend)), None)
-
-
-def _free(processor: Any) -> bool:
-    """Whether the processor has no backend or ours, and the whole sequence."""
-    backend = getattr(processor, compat.BACKEND)
-    whole = getattr(processor, compat.PARALLEL, None) is None
-    return whole and (backend is None or _is_ours(backend))
-
-
-def _value(backend: Any) -> str:
+def name_of(backend: Any) -> str:
+    """A backend's name in diffusers' list, whether it is a member of that or a name already."""
     return str(getattr(backend, "value", backend))
 
 
-def _is_ours(backend: Any) -> bool:
-    return backend is not None and _value(backend).startswith(NAME)
+def is_ours(backend: Any) -> bool:
+    """Whether a processor that names `backend`, or None, runs our op."""
+    return backend is not None and name_of(backend).startswith(NAME)
 
 
-def _active() -> str:
+def active() -> Any:
+    """The member that serves every processor which names none, in the whole process."""
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
-    return _value(_AttentionBackendRegistry._active_backend)
+    return _AttentionBackendRegistry._active_backend

@@ -6,7 +6,7 @@ It knows the weights of the host's processor and its masks; what is common to al
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from diffusers.image_processor import IPAdapterMaskProcessor
 from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
@@ -17,12 +17,18 @@ from sdx_patches.attention import (
     SharesWeights,
     attend_heads,
     attention_bias,
+    call_stock,
     finish,
     split_heads,
+    stock_of,
 )
-from sdx_patches.session import record
+from sdx_patches.session import is_patched, record
 
-__all__ = ["SdxIPAdapterAttnProcessor"]
+__all__ = [
+    "SdxEagerIPAdapterAttnProcessor",
+    "SdxIPAdapterAttnProcessor",
+    "SdxMemoryEfficientIPAdapterAttnProcessor",
+]
 
 #: One image prompt's weight, or one for each of its images.
 Scale = float | list[float]
@@ -34,8 +40,11 @@ class SdxIPAdapterAttnProcessor(SharesWeights, IPAdapterAttnProcessor2_0):
 
     Every adapter adds scale · attention(query, its keys, its values) to the text's attention
     (Ye et al. 2023, "IP-Adapter"). Made without arguments it has no adapter; it takes over those
-    of the processor that it stands in for.
+    of the processor that it stands in for, which is an `IPAdapterAttnProcessor2_0`.
     """
+
+    host: ClassVar[str] = "IPAdapterAttnProcessor2_0"
+    normed: ClassVar[bool] = False
 
     def __init__(self) -> None:
         IPAdapterAttnProcessor2_0.__init__(self, hidden_size=None, num_tokens=())
@@ -73,10 +82,20 @@ class SdxIPAdapterAttnProcessor(SharesWeights, IPAdapterAttnProcessor2_0):
             InvalidInputs: masks, scales and images do not match in number or shape, or the text
                 mask's length is not that of the text.
         """
+        if not is_patched(attn) and (stock := stock_of(self)) is not None:
+            return call_stock(
+                stock,
+                attn,
+                hidden_states,
+                encoder_hidden_states=encoder_hidden_states,
+                attention_mask=attention_mask,
+                temb=temb,
+                ip_adapter_masks=ip_adapter_masks,
+            )
         text, images = self._text_and_images(encoder_hidden_states)
         query, key, value = self.prepare(attn, hidden_states, text, temb)
         bias = attention_bias(attention_mask, query.shape[0], attn.heads, key.shape[1])
-        out, choice = attend_heads(attn, query, key, value, bias)
+        out, choice = attend_heads(attn, query, key, value, bias, self.scale_of(attn))
         record(attn, choice)
         masks = _checked_masks(ip_adapter_masks, self.scale, images)
         for states, weight, to_k, to_v, mask in zip(
@@ -118,12 +137,26 @@ class SdxIPAdapterAttnProcessor(SharesWeights, IPAdapterAttnProcessor2_0):
         end = context.shape[1] - self.num_tokens[0]
         return context[:, :end], [context[:, end:]]
 
-    @staticmethod
-    def _attend_image(attn: Any, query: Tensor, states: Tensor, to_k: Any, to_v: Any) -> Tensor:
+    def _attend_image(
+        self, attn: Any, query: Tensor, states: Tensor, to_k: Any, to_v: Any
+    ) -> Tensor:
         # several images without masks are one sequence of tokens
         key = split_heads(to_k(states).flatten(1, -2), attn.heads)
         value = split_heads(to_v(states).flatten(1, -2), attn.heads)
-        return attend_heads(attn, query, key, value, None)[0]
+        return attend_heads(attn, query, key, value, None, self.scale_of(attn))[0]
+
+
+class SdxEagerIPAdapterAttnProcessor(SdxIPAdapterAttnProcessor):
+    """In the place of `IPAdapterAttnProcessor`."""
+
+    host: ClassVar[str] = "IPAdapterAttnProcessor"
+    scaled: ClassVar[bool] = True
+
+
+class SdxMemoryEfficientIPAdapterAttnProcessor(SdxIPAdapterAttnProcessor):
+    """In the place of `IPAdapterXFormersAttnProcessor`."""
+
+    host: ClassVar[str] = "IPAdapterXFormersAttnProcessor"
 
 
 def _checked_masks(

@@ -4,21 +4,37 @@ It knows the host's `add_q_proj`, `add_k_proj`, `add_v_proj` and `to_add_out`. T
 diffusers and is loaded where a layer of this kind was met.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers.models.attention_processor import JointAttnProcessor2_0
 from torch import Tensor
 
-from sdx_patches.attention import SdxAttnProcessor, attend_heads, split_heads, stored_signature
-from sdx_patches.session import record
+from sdx_patches.attention import (
+    SdxAttnProcessor,
+    attend_heads,
+    call_stock,
+    split_heads,
+    stock_of,
+    stored_signature,
+)
+from sdx_patches.session import is_patched, record
 
-__all__ = ["SdxFusedJointAttnProcessor", "SdxJointAttnProcessor"]
+__all__ = [
+    "SdxFusedJointAttnProcessor",
+    "SdxJointAttnProcessor",
+    "SdxMemoryEfficientJointAttnProcessor",
+]
 
 
 # a subclass of the host's, because enabling xFormers on such a layer asks for it
 class SdxJointAttnProcessor(SdxAttnProcessor, JointAttnProcessor2_0):
-    """Joint attention with separate projections, by our attention op."""
+    """Joint attention with separate projections, by our attention op.
+
+    In the place of `JointAttnProcessor2_0`, which leaves `attn.scale` unread.
+    """
+
+    host: ClassVar[str] = "JointAttnProcessor2_0"
 
     def project_context(self, attn: Any, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The text's query, key and value, each (batch, length, heads, dim)."""
@@ -51,6 +67,14 @@ class SdxJointAttnProcessor(SdxAttnProcessor, JointAttnProcessor2_0):
             The picture, (batch, length, channels); with a text, also the text, (batch, text,
             channels), before its output projection where the module has none.
         """
+        if not is_patched(attn) and (stock := stock_of(self)) is not None:
+            return call_stock(
+                stock,
+                attn,
+                hidden_states,
+                encoder_hidden_states=encoder_hidden_states,
+                attention_mask=attention_mask,
+            )
         query, key, value = self.project(attn, hidden_states, None)
         if attn.norm_q is not None:
             query = attn.norm_q(query)
@@ -65,7 +89,7 @@ class SdxJointAttnProcessor(SdxAttnProcessor, JointAttnProcessor2_0):
             query = torch.cat([query, added_query], dim=1)
             key = torch.cat([key, added_key], dim=1)
             value = torch.cat([value, added_value], dim=1)
-        out, choice = attend_heads(attn, query, key, value, None)
+        out, choice = attend_heads(attn, query, key, value, None, self.scale_of(attn))
         record(attn, choice)
         picture = out[:, : hidden_states.shape[1]]
         for layer in attn.to_out:
@@ -79,6 +103,8 @@ class SdxJointAttnProcessor(SdxAttnProcessor, JointAttnProcessor2_0):
 class SdxFusedJointAttnProcessor(SdxJointAttnProcessor):
     """The same for fused projections; unlike the host's own it keeps the norms of the module."""
 
+    host: ClassVar[str] = "FusedJointAttnProcessor2_0"
+
     def project(
         self, attn: Any, hidden_states: Tensor, context: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,6 +114,13 @@ class SdxFusedJointAttnProcessor(SdxJointAttnProcessor):
     def project_context(self, attn: Any, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The text's query, key and value, each (batch, length, heads, dim)."""
         return _thirds(attn.to_added_qkv(context), attn.heads)
+
+
+class SdxMemoryEfficientJointAttnProcessor(SdxJointAttnProcessor):
+    """In the place of `XFormersJointAttnProcessor`."""
+
+    host: ClassVar[str] = "XFormersJointAttnProcessor"
+    scaled: ClassVar[bool] = True
 
 
 def _thirds(fused: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:

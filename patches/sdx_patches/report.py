@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-__all__ = ["NOT_RUN", "UNCHANGED", "Layer"]
+__all__ = ["NOT_RECORDED", "NOT_RUN", "UNCHANGED", "Layer"]
 
+NOT_RECORDED = "not recorded"
 NOT_RUN = "not run yet"
 UNCHANGED = "unchanged"
 
@@ -16,7 +17,8 @@ class Layer:
         path: where it sits, e.g. `unet.mid_block.attentions.0.transformer_blocks.0.attn1`.
         requested: the `attention_op` asked for, "auto", or "unchanged" for a layer left alone.
         running: the implementation that the last call ran, recorded when it was dispatched;
-            "not run yet" before the first call; the host's own class for a layer left alone.
+            "not run yet" before the first call; "not recorded" inside compiled code; the host's
+            own class for a layer left alone.
         reason: why that one runs: what every other candidate was refused for, or why the layer
             was left alone.
     """

@@ -4,6 +4,7 @@ Knows torch modules and owners; must not know what any patch does or which host 
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,9 @@ __all__ = [
     "PatchSession",
     "Settings",
     "Site",
+    "call_all",
     "components",
+    "is_patched",
     "record",
     "release",
     "release_all",
@@ -36,6 +39,12 @@ ATTRIBUTE = "_sdx"
 #: Held while models are patched, restored, or swapped back by a hook: a second thread waits, and
 #: never sees a model half patched. Not held while anything computes.
 LOCK = threading.RLock()
+
+#: By root and owner, every module that was claimed, in that order: a pipeline may have lost one of
+#: them by the time that it is restored. Copies of a root start without an entry.
+_CLAIMED: weakref.WeakKeyDictionary[Any, dict[str, weakref.WeakKeyDictionary[nn.Module, None]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 #: As an owner: whoever it was. A copy belongs to everyone, since the names of its owners are
 #: those of the original's.
@@ -71,10 +80,10 @@ class Site:
     """Everything that we keep about one patched module.
 
     Args:
-        owners: settings by owner, in the order of their last call; the last one holds.
+        owners: settings by owner, in the order of their last call; the last one holds. Replaced
+            whole, never changed: another thread may be reading it.
         undo: what `restore` calls, last entry first; entries are picklable.
         stock: the host's object that ours stands in for, where there is one.
-        kinds: by each class of ours that stood here, the host's class that it stood in for.
         watched: on a model's entry module, the attention modules that its hook looks after.
         running: implementation that served the last call, None before the first.
         reasons: what the other candidates of that call were refused for, by name.
@@ -84,7 +93,6 @@ class Site:
     owners: dict[str, Settings] = field(default_factory=dict)
     undo: list[Callable[[], None]] = field(default_factory=list)
     stock: Any = None
-    kinds: dict[type, type] = field(default_factory=dict)
     watched: list[nn.Module] = field(default_factory=list)
     running: str | None = None
     reasons: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -102,6 +110,11 @@ class Site:
 def site_of(module: nn.Module) -> Site | None:
     """What we keep about `module`, or None where it is not patched."""
     return vars(module).get(ATTRIBUTE)
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether anybody has patched `module`; for a forward, which may be traced."""
+    return getattr(module, ATTRIBUTE, None) is not None
 
 
 def settings_of(module: nn.Module) -> Settings:
@@ -132,7 +145,9 @@ def uncompiled(module: nn.Module) -> nn.Module:
     The wrapper passes attributes on to the model but keeps hooks of its own: a patch on it would
     be half here and half there.
     """
-    inner = module._modules.get("_orig_mod")
+    parts: Any = module._modules
+    # TorchScript has a mapping of its own there, without `get`
+    inner = parts.get("_orig_mod") if isinstance(parts, dict) else None
     return module if inner is None else inner
 
 
@@ -163,15 +178,32 @@ def components(root: Any) -> dict[str, nn.Module]:
 def release_all(root: Any, owner: str) -> None:
     """Take `owner` off every module of `root`; a model before its parts.
 
-    A model's undo entries may look at what is kept about its parts.
+    A model's undo entries may look at what is kept about its parts. Modules that the owner claimed
+    through this very root, and that are in it no more, are given back too.
 
     Raises:
         TypeError: `root` is neither a pipeline nor a module.
         Exception: the first that an undo entry raised, after all of them were called.
     """
     with LOCK:
-        modules = [m for component in components(root).values() for m in component.modules()]
-        _raise_first(_call_each(partial(release, module, owner) for module in modules))
+        models = components(root).values()
+        failed = _call_each(partial(_release_model, model, owner) for model in models)
+        claimed = _claimed_by(root)
+        for name in [name for name in claimed if owner in (name, EVERYONE)]:
+            modules = reversed(list(claimed.pop(name)))
+            failed += _call_each(partial(release, module, owner) for module in modules)
+        _raise_first(failed)
+
+
+def _release_model(model: nn.Module, owner: str) -> None:
+    call_all([partial(release, module, owner) for module in model.modules()])
+
+
+def _claimed_by(root: Any) -> dict[str, weakref.WeakKeyDictionary[nn.Module, None]]:
+    try:
+        return _CLAIMED.setdefault(uncompiled(root) if isinstance(root, nn.Module) else root, {})
+    except TypeError:  # a pipeline of somebody's own that compares by value has no hash
+        return {}
 
 
 def release(module: nn.Module, owner: str) -> None:
@@ -180,10 +212,12 @@ def release(module: nn.Module, owner: str) -> None:
     if site is None:
         return
     before = site.settings
-    if owner == EVERYONE:
-        site.owners.clear()
-    site.owners.pop(owner, None)
-    site.owners.pop(EVERYONE, None)
+    gone = (owner, EVERYONE)
+    site.owners = {
+        name: settings
+        for name, settings in site.owners.items()
+        if owner != EVERYONE and name not in gone
+    }
     if not site.owners:
         _drop(module)
     elif site.settings != before:
@@ -219,14 +253,14 @@ class PatchSession:
             self._rollback.append(partial(_drop, module))
         else:
             self._rollback.append(partial(vars(site).update, vars(site).copy()))
-            site.owners = site.owners.copy()
             site.undo = site.undo.copy()
         if site.settings != self.settings:
             site.running, site.reasons = None, {}
-        for name in (self.owner, EVERYONE):
-            site.owners.pop(name, None)
-        site.owners[self.owner] = self.settings
+        others = {n: s for n, s in site.owners.items() if n not in (self.owner, EVERYONE)}
+        site.owners = {**others, self.owner: self.settings}
         self._modules.append(module)
+        mine = _claimed_by(self.root).setdefault(self.owner, weakref.WeakKeyDictionary())
+        mine[module] = None
         return site
 
     def on_failure(self, undo: Callable[[], None]) -> None:
@@ -267,7 +301,7 @@ class PatchSession:
         with LOCK:
             self._rollback.clear()
             modules, self._modules = self._modules, []
-            _raise_first(_call_each(partial(release, m, self.owner) for m in reversed(modules)))
+            call_all(partial(release, m, self.owner) for m in reversed(modules))
 
     def __enter__(self) -> "PatchSession":
         return self
@@ -295,6 +329,11 @@ def _call_each(calls: Iterable[Callable[[], None]]) -> list[Exception]:
         except Exception as error:
             failed.append(error)
     return failed
+
+
+def call_all(calls: Iterable[Callable[[], None]]) -> None:
+    """Call them all, and only then raise the first error of any."""
+    _raise_first(_call_each(calls))
 
 
 def _raise_first(failed: list[Exception]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sdx_kernels.bias import LowerTriangularMask
 from sdx_kernels.ops import attend
-from sdx_patches import compat
+from sdx_patches import compat, torch_call
 from sdx_patches.session import PatchSession, record, settings_of
 
 __all__ = [
@@ -92,15 +92,15 @@ def attention_function(
         bias = LowerTriangularMask() if causal and query.shape[2] > 1 else None
     if position_bias is not None:
         bias = _with_position_bias(bias, position_bias)
-    out, choice = attend(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        bias,
-        dropout,
-        scaling,
-        op=settings_of(module).attention_op,
-    )
+    inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), bias)
+    settings = settings_of(module)
+    heard_by = torch_call.listener()
+    if heard_by is None:
+        out, choice = attend(*inputs, dropout, scaling, op=settings.attention_op)
+    else:
+        out, choice = torch_call.attend_listened(
+            heard_by, *inputs, dropout, scaling, requested=settings.requested
+        )
     record(module, choice)
     return out, None
 

@@ -19,7 +19,10 @@ __all__ = ["TextKV", "adapters_of", "text_projections"]
 
 #: Models whose cross-attention is given the text as the model was given it, or with an image
 #: prompt beside it; other `encoder_hid_proj` make a new tensor at each step.
-_UNETS: Final = ("diffusers.models.unets.unet_2d_condition.UNet2DConditionModel",)
+_MODELS: Final = (
+    "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel",
+    "diffusers.models.controlnets.controlnet.ControlNetModel",
+)
 _TEXT_AS_GIVEN: Final = (None, "ip_image_proj")
 
 
@@ -27,14 +30,14 @@ def text_projections(root: nn.Module) -> list[str]:
     """Paths of the layers whose input is the text itself, in order of registration.
 
     Args:
-        root: a denoiser, with weights or on the meta device; adapters may be on.
+        root: a UNet or a ControlNet, with weights or on the meta device; adapters may be on.
 
     Returns:
         `….attn2.to_k` and `….attn2.to_v`, or `….attn2.to_kv` where projections are fused. Empty
         for models that change the text on its way to the layers, and for models with a compiled
         part, whose inner calls nobody sees.
     """
-    if not any(is_a(root, name) for name in _UNETS) or _changes_the_text(root):
+    if not any(is_a(root, name) for name in _MODELS) or _changes_the_text(root):
         return []
     modules = list(root.named_modules())
     if any(_is_compiled(module) for _, module in modules):
@@ -48,12 +51,12 @@ def text_projections(root: nn.Module) -> list[str]:
     ]
 
 
-def _changes_the_text(unet: Any) -> bool:
-    if getattr(unet, "text_encoder_hid_proj", None) is not None:
+def _changes_the_text(model: Any) -> bool:
+    if getattr(model, "text_encoder_hid_proj", None) is not None:
         return True
     return (
-        getattr(unet, "encoder_hid_proj", None) is not None
-        and unet.config.encoder_hid_dim_type not in _TEXT_AS_GIVEN
+        getattr(model, "encoder_hid_proj", None) is not None
+        and model.config.encoder_hid_dim_type not in _TEXT_AS_GIVEN
     )
 
 

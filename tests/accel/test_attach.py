@@ -3,6 +3,9 @@
 import inspect
 import subprocess
 import sys
+from typing import Any
+
+import pytest
 
 
 def _python(code: str) -> str:
@@ -60,3 +63,35 @@ def test_help_shows_the_arguments():
 
     arguments = inspect.signature(DiffusionPipeline.enable_xattn).parameters
     assert {"attention_op", "vram", "device", "quality", "fused"} <= set(arguments)
+
+
+_DEFAULT = (
+    "from diffusers import FluxTransformer2DModel\n"
+    "from diffusers.models.attention_dispatch import _AttentionBackendRegistry as R\n"
+    "from diffusers.utils import constants\n"
+    "print(R._active_backend.value, constants.DIFFUSERS_ATTN_BACKEND)"
+)
+
+
+def slow(*values: str | None) -> Any:
+    """A row of the next test that takes a process of its own, 5 s on a slow machine."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("first", "asked", "runs"),
+    [
+        ("import sdx_accel", "sdx_accel", "sdx_accel sdx_accel"),
+        # diffusers loads its dispatcher with the first model, not before
+        slow("import diffusers, sdx_accel", "sdx_accel", "sdx_accel sdx_accel"),
+        slow("import sdx_accel", "_native_math", "_native_math _native_math"),
+        slow("import sdx_accel", None, "native native"),
+    ],
+)
+def test_diffusers_variable_may_name_our_backend(
+    monkeypatch: pytest.MonkeyPatch, first: str, asked: str | None, runs: str
+) -> None:
+    monkeypatch.delenv("DIFFUSERS_ATTN_BACKEND", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("DIFFUSERS_ATTN_BACKEND", asked)
+    assert _python(f"{first}\n{_DEFAULT}") == runs

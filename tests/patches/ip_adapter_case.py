@@ -41,5 +41,5 @@ def both(attn: Attention, context: Any, **call: Any) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         expected = attn(hidden, encoder_hidden_states=context, **call)
         ours = patched(attn)(hidden, encoder_hidden_states=context, **call)
-    assert type(attn.processor) is SdxIPAdapterAttnProcessor
+    assert isinstance(attn.processor, SdxIPAdapterAttnProcessor)
     return ours, expected

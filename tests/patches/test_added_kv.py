@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import sdx_patches
 from sdx_kernels.errors import InvalidInputs
-from sdx_patches.added_kv import SdxAttnAddedKVProcessor
+from sdx_patches.added_kv import SdxAttnAddedKVProcessor, SdxEagerAttnAddedKVProcessor
 
 
 def patched(root: Any, **settings: Any) -> Any:
@@ -202,7 +202,7 @@ def test_slicing_and_defaults_as_on_a_plain_layer(added_unet: Any, unet_out: Any
     added_unet.set_attention_slice(None)
     assert torch.allclose(unet_out(added_unet), expected, atol=1e-4)
     attentions = [m for m in added_unet.modules() if isinstance(m, Attention)]
-    assert {type(m.processor) for m in attentions} == {SdxAttnAddedKVProcessor}
+    assert {type(m.processor) for m in attentions} == {SdxEagerAttnAddedKVProcessor}
     added_unet.set_default_attn_processor()
     assert torch.allclose(unet_out(added_unet), expected, atol=1e-4)
     sdx_patches.restore(added_unet, owner="test")

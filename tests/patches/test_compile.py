@@ -101,4 +101,4 @@ def test_repeated_blocks_compile_with_no_break(tiny_unet: Any) -> None:
     layers = sdx_patches.layers(unet)
     assert all(layer.patched for layer in layers)
     # a graph records nothing, and what was never recorded is not made up
-    assert {layer.running for layer in layers} == {"not run yet"}
+    assert {layer.running for layer in layers} == {"not recorded"}

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 import sdx_patches
 from sdx_kernels.errors import InvalidInputs
-from sdx_patches.custom_diffusion import SdxCustomDiffusionAttnProcessor
+from sdx_patches.custom_diffusion import (
+    SdxCustomDiffusionAttnProcessor,
+    SdxEagerCustomDiffusionAttnProcessor,
+)
 
 STOCK = {
     "plain": host.CustomDiffusionAttnProcessor,
@@ -46,7 +49,7 @@ def both(attn: Attention, **call: Any) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         expected = attn(hidden, **call)
         ours = patched(attn)(hidden, **call)
-    assert type(attn.processor) is SdxCustomDiffusionAttnProcessor
+    assert isinstance(attn.processor, SdxCustomDiffusionAttnProcessor)
     return ours, expected
 
 
@@ -280,5 +283,5 @@ def test_what_is_saved_while_patched_loads_anywhere(
         pipe.unet.load_attn_procs(ours | plain, _pipeline=pipe)
         assert torch.allclose(unet_out(pipe.unet), expected, atol=1e-4)
         assert {type(attn.processor) for attn in attentions(pipe.unet)} == {
-            SdxCustomDiffusionAttnProcessor if enabled else host.CustomDiffusionAttnProcessor
+            SdxEagerCustomDiffusionAttnProcessor if enabled else host.CustomDiffusionAttnProcessor
         }

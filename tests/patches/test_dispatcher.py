@@ -4,21 +4,21 @@ import copy
 import pickle
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from diffusers import FluxTransformer2DModel
 from diffusers.models import attention_dispatch as host
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import Tensor, nn
 
 import sdx_patches
 from sdx_kernels import registry
-from sdx_patches import dispatcher
+from sdx_patches import dispatcher, dispatcher_sites
+
+from .dispatcher_case import attentions, backends, flux, out
 
 BACKENDS = host._AttentionBackendRegistry
 NAMES = host.AttentionBackendName
@@ -30,36 +30,6 @@ def _active_backend() -> Iterator[None]:
     before = BACKENDS._active_backend
     yield
     BACKENDS.set_active_backend(before)
-
-
-def flux(seed: int = 0) -> FluxTransformer2DModel:
-    torch.manual_seed(seed)
-    return FluxTransformer2DModel(
-        patch_size=1, in_channels=4, num_layers=1, num_single_layers=2, attention_head_dim=16,
-        num_attention_heads=2, joint_attention_dim=32, pooled_projection_dim=32,
-        axes_dims_rope=(4, 4, 8),
-    ).eval()  # fmt: skip
-
-
-def out(model: nn.Module) -> Tensor:
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        return model(
-            hidden_states=torch.randn(1, 16, 4, generator=generator),
-            encoder_hidden_states=torch.randn(1, 7, 32, generator=generator),
-            pooled_projections=torch.randn(1, 32, generator=generator),
-            timestep=torch.tensor([0.5]),
-            img_ids=torch.arange(16)[:, None].expand(16, 3).float(),
-            txt_ids=torch.zeros(7, 3),
-        ).sample
-
-
-def attentions(model: nn.Module) -> list[Any]:
-    return [m for m in model.modules() if hasattr(m, "processor")]
-
-
-def backends(model: nn.Module) -> list[Any]:
-    return [m.processor._attention_backend for m in attentions(model)]
 
 
 def state(model: nn.Module) -> list[Any]:
@@ -166,32 +136,6 @@ def test_the_report_names_what_each_layer_ran() -> None:
     assert {(layer.requested, layer.running) for layer in sdx_patches.layers(other)} == {
         ("reference", "reference")
     }
-
-
-def test_a_call_from_elsewhere_is_nobodys_and_so_is_one_after_a_failure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = flux()
-    sdx_patches.patch(model, owner="a")
-    first = attentions(model)[0]
-
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        assert dispatcher._serving.get()[0] is first
-        # another thread serves its own modules
-        seen: list[Any] = []
-        thread = threading.Thread(target=lambda: seen.append(dispatcher._serving.get()))
-        thread.start()
-        thread.join()
-        assert seen == [None]
-        raise OSError("interrupted")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(dispatcher, "attend", broken)
-        with pytest.raises(OSError, match="interrupted"):
-            out(model)
-    assert dispatcher._serving.get() is None
-    host.dispatch_attention_fn(*torch.randn(3, 2, 5, 4, 8), backend="sdx_accel")
-    assert {layer.running for layer in sdx_patches.layers(model)} == {"not run yet"}
 
 
 def test_the_last_owner_s_operator_holds_and_the_former_comes_back() -> None:
@@ -317,7 +261,7 @@ def test_a_failure_half_way_puts_the_backends_back(
     if patched_already:
         sdx_patches.patch(model, owner="first", attention_op="torch")
     before = state(model)
-    install, done = dispatcher.install, []
+    install, done = dispatcher_sites.install, []
 
     def failing(attention: nn.Module, session: Any) -> None:
         if len(done) == 2:
@@ -325,7 +269,7 @@ def test_a_failure_half_way_puts_the_backends_back(
         install(attention, session)
         done.append(attention)
 
-    monkeypatch.setattr(dispatcher, "install", failing)
+    monkeypatch.setattr(dispatcher_sites, "install", failing)
     with pytest.raises(OSError, match="interrupted"):
         sdx_patches.patch(model, owner="second")
     assert len(done) == 2

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import sdx_accel  # noqa: F401  (attaches enable_xattn)
 import sdx_patches
-from sdx_patches.attention import SdxAttnProcessor
 from sdx_patches.ip_adapter import SdxIPAdapterAttnProcessor
+from sdx_patches.plain import SdxEagerAttnProcessor, SdxPlainAttnProcessor
 
 from .ip_adapter_case import both, layer, patched, prompt
 
@@ -181,7 +181,7 @@ def test_case_071_unloading_leaves_the_fast_attention_on(tiny_sd: Any, latents: 
     for each in (pipe, twin):
         each.unload_ip_adapter()
     assert torch.allclose(latents(pipe), expected, atol=1e-4)
-    assert {type(attn.processor) for attn in stock} == {SdxAttnProcessor}
+    assert {type(attn.processor) for attn in stock} == {SdxPlainAttnProcessor}
     unet = [layer for layer in sdx_patches.layers(pipe) if layer.path.startswith("unet.")]
     assert all(layer.patched and layer.running != "not run yet" for layer in unet)
     sdx_patches.restore(pipe, owner="test")
@@ -192,11 +192,32 @@ def test_case_071_unloading_leaves_the_fast_attention_on(tiny_sd: Any, latents: 
         assert "processor" not in attn._modules
 
 
+@pytest.mark.parametrize("pictures", [False, True])
+def test_processors_that_were_kept_come_off_after_unloading(
+    tiny_sd: Any, latents: Any, pictures: bool
+) -> None:
+    def play(pipe: Any) -> Any:
+        keep = pipe.unet.attn_processors
+        for processors in (host.AttnProcessor(), keep):
+            pipe.unet.set_attn_processor(processors)
+            if pictures:
+                latents(pipe)
+        load(pipe.unet)
+        pipe.unload_ip_adapter()
+        return pipe
+
+    pipe, twin = tiny_sd(), play(tiny_sd())
+    play(patched(pipe))
+    sdx_patches.restore(pipe, owner="test")
+    kinds = [[type(p) for p in each.unet.attn_processors.values()] for each in (pipe, twin)]
+    assert kinds[0] == kinds[1]
+
+
 def test_default_processors_as_without_us(tiny_unet: Any) -> None:
     ours, twin = patched(load(tiny_unet())), load(tiny_unet())
     for unet in (ours, twin):
         unet.set_default_attn_processor()
-    assert {type(attn.processor) for attn in cross(ours)} == {SdxAttnProcessor}
+    assert {type(attn.processor) for attn in cross(ours)} == {SdxEagerAttnProcessor}
     sdx_patches.restore(ours, owner="test")
     assert [type(attn.processor) for attn in cross(ours)] == [
         type(attn.processor) for attn in cross(twin)

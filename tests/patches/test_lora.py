@@ -8,7 +8,7 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
 import sdx_patches
-from sdx_patches.attention import SdxAttnProcessor
+from sdx_patches.plain import SdxPlainAttnProcessor
 
 
 def patched(root: Any, **settings: Any) -> Any:
@@ -69,7 +69,7 @@ def test_case_074_unloading_takes_it_back_exactly(tiny_sd: Any, latents: Any, en
         patched(pipe)
     after = latents(pipe)
     attentions = [m for m in pipe.unet.modules() if isinstance(m, Attention)]
-    assert {type(m.processor) for m in attentions} == {SdxAttnProcessor}
+    assert {type(m.processor) for m in attentions} == {SdxPlainAttnProcessor}
     if enabled == "before":
         assert torch.equal(after, before)
     assert torch.allclose(after, stock, atol=1e-4)

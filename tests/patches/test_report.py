@@ -7,11 +7,12 @@ import sys
 from typing import Any
 
 import pytest
+from diffusers.models import attention_dispatch
 from torch import nn
 
 import sdx_kernels
 import sdx_patches
-from sdx_patches import compat
+from sdx_patches import compat, dispatcher
 from sdx_patches.families.tables import LEFT_MODULES, LEFT_PROCESSORS, REPLACED
 from sdx_patches.report import Layer
 
@@ -28,6 +29,23 @@ def test_nothing_is_patched_before_and_after(tiny_sdxl: Any) -> None:
         ]
         assert all(layer.patched for layer in sdx_patches.layers(pipe))
     assert sdx_patches.layers(pipe) == before
+
+
+def test_a_default_backend_that_a_processor_never_asks_for_is_said(
+    tiny_unet: Any, unet_out: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unet = tiny_unet()
+    dispatcher.register()
+    # put back at the end: it is the whole process's
+    registry = attention_dispatch._AttentionBackendRegistry
+    monkeypatch.setattr(registry, "_active_backend", registry._active_backend)
+    unet.set_attention_backend("sdx_accel")
+    before = sdx_kernels.launches.total()
+    unet_out(unet)
+    assert sdx_kernels.launches.total() == before
+    assert all("but this processor asks for none" in x.reason for x in sdx_patches.layers(unet))
+    with sdx_patches.patch(unet, owner="a"):
+        assert not any("asks for none" in x.reason for x in sdx_patches.layers(unet))
 
 
 def test_paths_lead_to_the_modules(tiny_sd: Any) -> None:

@@ -19,7 +19,8 @@ import sdx_patches
 from sdx_accel.errors import PlacementError
 from sdx_kernels.errors import InvalidInputs
 from sdx_patches import families
-from sdx_patches.attention import SdxAttnProcessor, SdxFusedAttnProcessor
+from sdx_patches.attention import SdxAttnProcessor
+from sdx_patches.plain import SdxFusedAttnProcessor
 
 
 def processors(root: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from diffusers.models.attention_processor import Attention
 from torch import nn
 
 import sdx_patches
-from sdx_patches.attention import SdxAttnProcessor, SdxFusedAttnProcessor
+from sdx_patches.plain import SdxFusedAttnProcessor, SdxPlainAttnProcessor, SdxSlicedAttnProcessor
 
 
 def patched(root: Any, **settings: Any) -> Any:
@@ -40,7 +40,7 @@ def test_case_086_fused_projections_are_used_while_active(
     assert not torch.allclose(unet_out(unet), expected, atol=1e-4)
     unet.unfuse_qkv_projections()
     assert torch.allclose(unet_out(unet), expected, atol=1e-4)
-    assert classes(unet) == {SdxAttnProcessor}
+    assert classes(unet) == {SdxPlainAttnProcessor}
     with torch.no_grad():
         changed.to_q.weight *= 1.5
     assert not torch.allclose(unet_out(unet), expected, atol=1e-4)
@@ -59,7 +59,7 @@ def test_case_087_slicing_after_enabling_warns_once(tiny_sd: Any, latents: Any) 
     pipe.disable_attention_slicing()
     assert torch.allclose(latents(pipe), expected, atol=1e-4)
     assert all(layer.patched for layer in sdx_patches.layers(pipe))
-    assert classes(pipe.unet) == {SdxAttnProcessor}
+    assert classes(pipe.unet) == {SdxPlainAttnProcessor}
 
 
 def test_case_087_enabling_after_slicing_takes_over(tiny_sd: Any, latents: Any) -> None:
@@ -68,7 +68,7 @@ def test_case_087_enabling_after_slicing_takes_over(tiny_sd: Any, latents: Any) 
     pipe.enable_attention_slicing(1)
     sliced = [m.processor for m in pipe.unet.modules() if isinstance(m, Attention)]
     patched(pipe)
-    assert classes(pipe.unet) == {SdxAttnProcessor}
+    assert classes(pipe.unet) == {SdxSlicedAttnProcessor}
     assert torch.allclose(latents(pipe), expected, atol=1e-4)
     sdx_patches.restore(pipe, owner="test")
     assert [m.processor for m in pipe.unet.modules() if isinstance(m, Attention)] == sliced
@@ -102,8 +102,8 @@ def test_processors_are_put_back_after_the_host_replaced_them(tiny_sd: Any, late
     waiting = [layer for layer in sdx_patches.layers(pipe) if "since" in layer.reason]
     assert len(waiting) == 10
     latents(pipe, output_type="pt")
-    assert classes(pipe.unet) == {SdxAttnProcessor}
-    assert classes(pipe.vae.decoder) == {SdxAttnProcessor}
+    assert classes(pipe.unet) == {SdxPlainAttnProcessor}
+    assert classes(pipe.vae.decoder) == {SdxPlainAttnProcessor}
     sdx_patches.restore(pipe, owner="test")
     assert all(m.processor is replaced for m in pipe.unet.modules() if isinstance(m, Attention))
 

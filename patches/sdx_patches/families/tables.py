@@ -13,7 +13,7 @@ from sdx_patches.attention import SdxAttnProcessor
 
 __all__ = ["LEFT_MODULES", "LEFT_PROCESSORS", "REPLACED", "UNKNOWN_PROCESSOR", "Replacement"]
 
-_HOST: Final = "diffusers.models.attention_processor."
+_HOST: Final = compat.PROCESSORS + "."
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,11 @@ class Replacement:
         return found
 
 
-_PLAIN: Final = "sdx_patches.attention:SdxAttnProcessor"
-_ADDED: Final = "sdx_patches.added_kv:SdxAttnAddedKVProcessor"
-_CUSTOM: Final = "sdx_patches.custom_diffusion:SdxCustomDiffusionAttnProcessor"
-_IMAGE: Final = "sdx_patches.ip_adapter:SdxIPAdapterAttnProcessor"
-_JOINT: Final = "sdx_patches.joint:SdxJointAttnProcessor"
-_FUSED: Final = "sdx_patches.attention:SdxFusedAttnProcessor"
-_FUSED_JOINT: Final = "sdx_patches.joint:SdxFusedJointAttnProcessor"
+_PLAIN: Final = "sdx_patches.plain:Sdx{}AttnProcessor"
+_ADDED: Final = "sdx_patches.added_kv:Sdx{}AttnAddedKVProcessor"
+_CUSTOM: Final = "sdx_patches.custom_diffusion:Sdx{}CustomDiffusionAttnProcessor"
+_IMAGE: Final = "sdx_patches.ip_adapter:Sdx{}IPAdapterAttnProcessor"
+_JOINT: Final = "sdx_patches.joint:Sdx{}JointAttnProcessor"
 
 _SLICING: Final = ("enable_attention_slicing()", "disable_attention_slicing()")
 _XFORMERS: Final = (
@@ -53,28 +51,30 @@ _XFORMERS: Final = (
     "disable_xformers_memory_efficient_attention()",
 )
 
-#: Every one computes softmax(q·kᵀ·scale + mask)·v; those of a line differ in memory and speed only.
+#: Every one computes softmax(q·kᵀ·scale + mask)·v. Those of a kind differ in memory and speed, and
+#: in what they leave out of the module (the scale, norms), which ours then leaves out as well. The
+#: name of ours has no "XFormers": loaders of image prompts take that word for xFormers itself.
 REPLACED: Final[dict[str, Replacement]] = {
-    _HOST + name: Replacement(target, *option)
-    for name, target, option in (
-        ("AttnProcessor", _PLAIN, ()),
-        ("AttnProcessor2_0", _PLAIN, ()),
-        ("SlicedAttnProcessor", _PLAIN, _SLICING),
-        ("XFormersAttnProcessor", _PLAIN, _XFORMERS),
-        ("FusedAttnProcessor2_0", _FUSED, ()),
-        ("AttnAddedKVProcessor", _ADDED, ()),
-        ("AttnAddedKVProcessor2_0", _ADDED, ()),
-        ("SlicedAttnAddedKVProcessor", _ADDED, _SLICING),
-        ("XFormersAttnAddedKVProcessor", _ADDED, _XFORMERS),
-        ("CustomDiffusionAttnProcessor", _CUSTOM, ()),
-        ("CustomDiffusionAttnProcessor2_0", _CUSTOM, ()),
-        ("CustomDiffusionXFormersAttnProcessor", _CUSTOM, _XFORMERS),
-        ("IPAdapterAttnProcessor", _IMAGE, ()),
-        ("IPAdapterAttnProcessor2_0", _IMAGE, ()),
-        ("IPAdapterXFormersAttnProcessor", _IMAGE, _XFORMERS),
-        ("JointAttnProcessor2_0", _JOINT, ()),
-        ("XFormersJointAttnProcessor", _JOINT, _XFORMERS),
-        ("FusedJointAttnProcessor2_0", _FUSED_JOINT, ()),
+    _HOST + name: Replacement(target.format(kind), *option)
+    for name, target, kind, option in (
+        ("AttnProcessor", _PLAIN, "Eager", ()),
+        ("AttnProcessor2_0", _PLAIN, "Plain", ()),
+        ("SlicedAttnProcessor", _PLAIN, "Sliced", _SLICING),
+        ("XFormersAttnProcessor", _PLAIN, "MemoryEfficient", _XFORMERS),
+        ("FusedAttnProcessor2_0", _PLAIN, "Fused", ()),
+        ("AttnAddedKVProcessor", _ADDED, "Eager", ()),
+        ("AttnAddedKVProcessor2_0", _ADDED, "", ()),
+        ("SlicedAttnAddedKVProcessor", _ADDED, "Sliced", _SLICING),
+        ("XFormersAttnAddedKVProcessor", _ADDED, "MemoryEfficient", _XFORMERS),
+        ("CustomDiffusionAttnProcessor", _CUSTOM, "Eager", ()),
+        ("CustomDiffusionAttnProcessor2_0", _CUSTOM, "", ()),
+        ("CustomDiffusionXFormersAttnProcessor", _CUSTOM, "MemoryEfficient", _XFORMERS),
+        ("IPAdapterAttnProcessor", _IMAGE, "Eager", ()),
+        ("IPAdapterAttnProcessor2_0", _IMAGE, "", ()),
+        ("IPAdapterXFormersAttnProcessor", _IMAGE, "MemoryEfficient", _XFORMERS),
+        ("JointAttnProcessor2_0", _JOINT, "", ()),
+        ("XFormersJointAttnProcessor", _JOINT, "MemoryEfficient", _XFORMERS),
+        ("FusedJointAttnProcessor2_0", _JOINT, "Fused", ()),
     )
 }
 

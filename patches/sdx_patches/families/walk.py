@@ -7,14 +7,23 @@ It knows where attention modules are found; what is done to one is in `attention
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from sdx_patches import compat, dispatcher, text_encoders
-from sdx_patches.attention import SdxAttnProcessor, install, stand_in, uninstall
+from sdx_patches import compat, compiled, dispatcher, dispatcher_sites, text_encoders
+from sdx_patches.attention import (
+    SdxAttnProcessor,
+    adopt,
+    install,
+    stand_in,
+    stock_of,
+    uninstall,
+)
+from sdx_patches.families.own_code import own_code
 from sdx_patches.families.tables import (
     LEFT_MODULES,
     LEFT_PROCESSORS,
@@ -23,14 +32,26 @@ from sdx_patches.families.tables import (
     Replacement,
 )
 from sdx_patches.report import NOT_RUN, UNCHANGED, Layer
-from sdx_patches.session import LOCK, PatchSession, Site, components, site_of, uncompiled
+from sdx_patches.session import (
+    LOCK,
+    PatchSession,
+    Site,
+    call_all,
+    components,
+    site_of,
+    uncompiled,
+)
 
-__all__ = ["apply", "describe"]
+__all__ = ["apply", "clear", "describe"]
 
 _EAGER = (
     "eager attention was asked for, perhaps for its maps; set_attn_implementation('sdpa') first"
 )
 _NOT_ENABLED = "not enabled"
+_NOT_REACHED = (
+    "not enabled; sdx_accel is diffusers' default backend, by set_attention_backend() or "
+    "DIFFUSERS_ATTN_BACKEND, but this processor asks for none: enable_xattn() reaches it"
+)
 _NO_REGISTRY = "this version of transformers has no registry for attention functions and masks"
 
 
@@ -53,18 +74,23 @@ def _apply(component: nn.Module, session: PatchSession) -> None:
     found = list(component.modules())
     attentions = [m for m in found if compat.is_a(m, compat.ATTENTION)]
     for attention in attentions:
-        replacement = _replacement(attention)
+        replacement, ours = _replacement(attention), attention.processor
         if replacement is not None:
             install(attention, session, replacement.processor)
-        elif isinstance(attention.processor, SdxAttnProcessor):
+        elif isinstance(ours, SdxAttnProcessor):
             install(attention, session, None)
+            if own_code(attention, type(stock_of(ours))):
+                uninstall(attention)
     _watch(component, attentions, session)
     for module in found:
         if dispatcher.serves(module):
-            dispatcher.install(module, session)
+            dispatcher_sites.install(module, session)
     encoders = [m for m in found if text_encoders.can_switch(m)]
     if encoders and text_encoders.available():
         text_encoders.switch(component, encoders, session)
+    for entry in _entries(component):
+        if any(site_of(m) is not None and _has_layer(m) for m in entry.modules()):
+            compiled.watch(entry, session)
     for module in found:
         if site_of(module) is not None and _has_layer(module):
             _show(module)
@@ -73,10 +99,32 @@ def _apply(component: nn.Module, session: PatchSession) -> None:
 def describe(root: Any) -> Iterator[Layer]:
     """One `Layer` for each attention module of `root`, in the order of its modules."""
     for component_name, component in components(root).items():
+        hidden = compiled.hidden(component)
         for name, module in component.named_modules():
             layer = _describe(".".join(part for part in (component_name, name) if part), module)
             if layer is not None:
-                yield layer
+                yield compiled.unrecorded(layer) if module in hidden else layer
+
+
+def clear(root: Any) -> None:
+    """Take processors of ours off the layers of `root` that nobody has patched.
+
+    They come there when somebody puts back what he kept while ours was on: `attn_processors` of a
+    model, or a pipeline with perturbed attention in whose call ours was switched off. A shallow
+    copy of a model shares its parts, and its hooks, but has attributes of its own.
+    """
+    with LOCK:
+        call_all(partial(_clear, component) for component in components(root).values())
+
+
+def _clear(component: nn.Module) -> None:
+    for module in component.modules():
+        if site_of(module) is None:
+            if isinstance(getattr(module, "processor", None), SdxAttnProcessor):
+                uninstall(module)
+            dispatcher_sites.clear(module)
+            _forget_default(module)
+            _forget_fused(module)
 
 
 def swap_back(entry: nn.Module, args: Any = ()) -> None:
@@ -96,8 +144,10 @@ def swap_back(entry: nn.Module, args: Any = ()) -> None:
 def _swap_back(site: Site | None) -> None:
     for attention in () if site is None else site.watched:
         here = site_of(attention)
-        if isinstance(attention.processor, SdxAttnProcessor):
-            adopt(attention.processor, here)
+        ours = attention.processor
+        if isinstance(ours, SdxAttnProcessor):
+            if here is not None and (ours.stock is None or ours.stock is not here.stock):
+                adopt(ours, here)
             continue
         replacement = _replacement(attention)
         if replacement is None or here is None:
@@ -114,35 +164,28 @@ def _swap_back(site: Site | None) -> None:
             )
 
 
-def adopt(processor: Any, site: Site | None) -> None:
-    """Give a processor of ours that the host made from its class the stock one to go back to.
-
-    Without us the host would have made a new one of the stock class there: so do we. What stands
-    there now may be of another class (fusing keeps the processors of before). One that cannot be
-    made without arguments stays the one that was there.
-    """
-    if not isinstance(processor, SdxAttnProcessor) or processor.stock is not None or site is None:
-        return
-    try:
-        processor.stock = site.kinds.get(type(processor), type(site.stock))()
-    except TypeError:
-        processor.stock = site.stock
-
-
 @dataclass
 class SetDefaultProcessor:
-    """Stands before a model's own `set_default_attn_processor`, which refuses foreign classes."""
+    """Stands before a model's own `set_default_attn_processor`, which refuses foreign classes.
+
+    Attributes:
+        model: the model.
+        own: what somebody else had put on the instance, as a list of one; empty = nothing.
+    """
 
     model: nn.Module
+    own: list[Any]
 
     def __call__(self) -> None:
         site = site_of(self.model)
         watched = [] if site is None else site.watched
         for attention in watched:
-            adopt(attention.processor, site_of(attention))
             uninstall(attention)
         try:
-            getattr(type(self.model), compat.SET_DEFAULT)(self.model)
+            if self.own:
+                self.own[0]()
+            else:
+                getattr(type(self.model), compat.SET_DEFAULT)(self.model)
         finally:
             swap_back(self.model)
 
@@ -156,13 +199,25 @@ class Unwatch:
 
     def __call__(self) -> None:
         self.handle.remove()
-        vars(self.entry).pop(compat.SET_DEFAULT, None)
-        # unfusing later would otherwise bring our processors back
-        kept = vars(self.entry).get(compat.BEFORE_FUSING) or {}
-        for name, processor in kept.items():
-            if isinstance(processor, SdxAttnProcessor):
-                adopt(processor, site_of(self.entry.get_submodule(name.removesuffix(".processor"))))
-                kept[name] = processor.stock
+        _forget_default(self.entry)
+        _forget_fused(self.entry)
+
+
+def _forget_default(model: nn.Module) -> None:
+    there = vars(model).get(compat.SET_DEFAULT)
+    if isinstance(there, SetDefaultProcessor):
+        del vars(model)[compat.SET_DEFAULT]
+        for own in there.own:
+            vars(model)[compat.SET_DEFAULT] = own
+
+
+def _forget_fused(model: nn.Module) -> None:
+    """Have unfusing projections later bring the host's processors back, not ours."""
+    kept = vars(model).get(compat.BEFORE_FUSING) or {}
+    for name, ours in kept.items():
+        if isinstance(ours, SdxAttnProcessor):
+            site = site_of(model.get_submodule(name.removesuffix(".processor")))
+            kept[name] = stock_of(ours) or (None if site is None else site.stock) or ours
 
 
 def _watch(model: nn.Module, attentions: list[nn.Module], session: PatchSession) -> None:
@@ -176,7 +231,8 @@ def _watch(model: nn.Module, attentions: list[nn.Module], session: PatchSession)
         if not any(isinstance(undo, Unwatch) for undo in site.undo):
             site.undo.append(Unwatch(entry, entry.register_forward_pre_hook(swap_back)))
             if hasattr(type(entry), compat.SET_DEFAULT):
-                setattr(entry, compat.SET_DEFAULT, SetDefaultProcessor(entry))
+                own = [vars(entry)[name] for name in (compat.SET_DEFAULT,) if name in vars(entry)]
+                setattr(entry, compat.SET_DEFAULT, SetDefaultProcessor(entry, own))
 
 
 def _entries(model: nn.Module) -> list[nn.Module]:
@@ -210,13 +266,13 @@ class Shown:
 
 @dataclass(eq=False, repr=False)
 class Leave:
-    """Undo entry of one attention module, called before that of its processor; picklable."""
+    """Undo entry of one attention module; picklable."""
 
     module: nn.Module
 
     def __call__(self) -> None:
-        vars(self.module).pop("extra_repr", None)
-        adopt(getattr(self.module, "processor", None), site_of(self.module))
+        if isinstance(vars(self.module).get("extra_repr"), Shown):
+            del vars(self.module)["extra_repr"]
 
 
 def _show(module: nn.Module) -> None:
@@ -227,7 +283,8 @@ def _show(module: nn.Module) -> None:
 
 
 def _replacement(attention: nn.Module) -> Replacement | None:
-    return REPLACED.get(compat.qualified_name(type(attention.processor)))
+    found = REPLACED.get(compat.qualified_name(type(attention.processor)))
+    return None if found is None or own_code(attention, type(attention.processor)) else found
 
 
 def _has_layer(module: nn.Module) -> bool:
@@ -258,10 +315,13 @@ def _describe_attention(path: str, attention: nn.Module) -> Layer:
         return _patched(path, site)
     name = compat.qualified_name(processor)
     replacement = REPLACED.get(name)
+    own = "" if replacement is None else own_code(attention, processor)
     if replacement is None:
         reason = LEFT_PROCESSORS.get(name, UNKNOWN_PROCESSOR)
+    elif own:
+        reason = own
     elif site is None:
-        reason = _NOT_ENABLED
+        reason = _NOT_REACHED if dispatcher.is_default() else _NOT_ENABLED
     elif replacement.option:
         reason = (
             f"{replacement.option} was called later; {replacement.back} or another "
@@ -277,7 +337,7 @@ def _describe_attention(path: str, attention: nn.Module) -> Layer:
 
 
 def _describe_dispatched(path: str, attention: nn.Module) -> Layer:
-    left, site = dispatcher.left_alone(attention), site_of(attention)
+    left, site = dispatcher_sites.left_alone(attention), site_of(attention)
     if left is None and site is not None:
         return _patched(path, site)
     return Layer(path, UNCHANGED, *(left or ("", "")))
