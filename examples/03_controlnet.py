@@ -1,6 +1,7 @@
 """Make a picture that follows the edges of another one, with a ControlNet and a memory budget.
 
-Runs offline with seeded random weights, so that the picture shows noise. With models of yours:
+Runs offline with the demo model and a ControlNet of seeded random weights, which shakes the house
+instead of drawing it along the edges. With models of yours:
 
     python examples/03_controlnet.py --model stabilityai/stable-diffusion-xl-base-1.0 \\
         --controlnet diffusers/controlnet-canny-sdxl-1.0:0.7 --control-image edges.png --vram 12
@@ -26,7 +27,7 @@ def draw_edges(path: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="random:sdxl-tiny")
+    parser.add_argument("--model", default="demo")
     parser.add_argument("--controlnet", default="random:controlnet:0.7", help="MODEL[:SCALE]")
     parser.add_argument("--control-image", type=Path, default=Path("edges.png"))
     parser.add_argument("--vram", default="8", help="GiB that the driver may see in use")

@@ -1,6 +1,7 @@
 """Mix two LoRA files, each with its own strength; their order on the command line is irrelevant.
 
-Runs offline: the files are made here, for the tiny model. With files of yours:
+Runs offline: the files are made here at random, for the demo model, whose colours they shift. With
+files of yours:
 
     sdx-accel generate "a harbour" --model MODEL --lora ink.safetensors:0.8 --lora fog.safetensors
 """
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 from sdx_accel.cli import main
 from sdx_accel.runtime.checkpoints import load
 
-MODEL = "random:sdxl-tiny"
+MODEL = "demo"
 RANK = 4
 
 
@@ -36,4 +37,4 @@ if __name__ == "__main__":
         make_lora(Path(name), seed)
     # a LoRA of another architecture is refused before any weights are read
     loras = ["--lora", "ink.safetensors:0.8", "--lora", "fog.safetensors:0.5"]
-    sys.exit(main(["generate", "a harbour", "--model", MODEL, *loras]))
+    sys.exit(main(["generate", "a red apple", "--model", MODEL, *loras]))

@@ -1,6 +1,6 @@
 """Teach both text encoders a word from a textual inversion file, and use it in a prompt.
 
-Runs offline: the file is made here, for the tiny model. With a file of yours:
+Runs offline: the file is made here at random, for the demo model. With a file of yours:
 
     sdx-accel generate "a house in the style of <ink>" --model MODEL \\
         --embedding ink.safetensors:"<ink>"
@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from sdx_accel.cli import main
 from sdx_accel.runtime.checkpoints import describe
 
-MODEL = "random:sdxl-tiny"
+MODEL = "demo"
 VECTORS = 2
 
 if __name__ == "__main__":
@@ -27,4 +27,4 @@ if __name__ == "__main__":
     save_file(tensors, "ink.safetensors")
     # without :<ink> the word would be the file's name
     word = ["--embedding", "ink.safetensors:<ink>"]
-    sys.exit(main(["generate", "a house in the style of <ink>", "--model", MODEL, *word]))
+    sys.exit(main(["generate", "a dog face <ink>", "--model", MODEL, *word]))

@@ -51,6 +51,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "demo":  # a package, so that `sdx_accel.demo.load()` needs no second import
+        return import_module("sdx_accel.demo")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

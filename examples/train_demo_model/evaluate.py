@@ -63,14 +63,22 @@ def draw(pipe: Any, prompts: list[str], steps: int, guidance: float, seed: int) 
     return torch.cat(found).to(pipe.device)
 
 
-def judge_names(pictures: Tensor, names: list[str], gallery: Gallery, vae: Any) -> dict[str, Any]:
+def judge_names(
+    pictures: Tensor,
+    names: list[str],
+    gallery: Gallery,
+    vae: Any,
+    known: dict[str, Tensor] | None = None,
+) -> dict[str, Any]:
     """Share of the pictures whose nearest training picture has the prompt's name.
 
     Skin tones of the same name count as that name; another colour of the same object does not.
+    `known` are features of the gallery by measure, where they were made before.
     """
     found: dict[str, Any] = {}
     for measure in ("latent", "pixels", "histogram"):
-        index = nearest(measure, pictures, gallery.pixels, vae).tolist()
+        made = (known or {}).get(measure)
+        index = nearest(measure, pictures, gallery.pixels, vae, made).tolist()
         right = [gallery.bases[i] == name for i, name in zip(index, names, strict=True)]
         wrong = [
             f"{name} -> {gallery.names[i]}"

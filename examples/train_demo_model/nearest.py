@@ -12,7 +12,7 @@ from recolour import apart, to_hsv
 from torch import Tensor
 from train_vae import encode
 
-__all__ = ["MEASURES", "colour_share", "edges", "nearest"]
+__all__ = ["MEASURES", "colour_share", "edges", "features", "nearest"]
 
 
 def by_latent(pixels: Tensor, vae: Any) -> Tensor:
@@ -64,15 +64,18 @@ def features(measure: str, pixels: Tensor, vae: Any) -> Tensor:
     return torch.cat([MEASURES[measure](part, vae) for part in pixels.split(64)])
 
 
-def nearest(measure: str, pixels: Tensor, gallery: Tensor, vae: Any) -> Tensor:
+def nearest(
+    measure: str, pixels: Tensor, gallery: Tensor, vae: Any, known: Tensor | None = None
+) -> Tensor:
     """Index of the nearest picture of the gallery for each of `pixels`.
 
     Args:
         measure: a key of `MEASURES`.
         pixels, gallery: uint8 (N, H, W, 3).
+        known: `features` of the gallery, where they were made before.
     """
-    drawn, known = features(measure, pixels, vae), features(measure, gallery, vae)
-    return torch.cdist(drawn, known).argmin(1)
+    known = features(measure, gallery, vae) if known is None else known
+    return torch.cdist(features(measure, pixels, vae), known).argmin(1)
 
 
 def colour_share(pixels: Tensor, hue: float) -> float:

@@ -1,9 +1,13 @@
 """Contact sheets: pictures with their prompts in a grid, and the sheet for blind reading.
 
-python examples/train_demo_model/sheet.py --model FOLDER --out sheet.png "a red apple" rocket
+    python examples/train_demo_model/sheet.py --out sheet.png "a red apple" rocket
+    python examples/train_demo_model/sheet.py --out demo-sheet.png --evaluated --colours 256
+
+Without `--model` the pictures are those of the model that comes with sdx_accel.
 """
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ from PIL import Image, ImageDraw
 
 __all__ = ["PROMPTS", "contact_sheet"]
 
-#: what a visitor would try first; the last two rows were never drawn that way
+#: what a visitor would try first; the last two lines: other colours than the originals'
 PROMPTS = [
     *("a red apple", "dog face", "rocket", "snowman", "pizza", "cat face", "robot", "ghost"),
     *("guitar", "a strawberry", "bicycle", "octopus", "red heart", "blue heart", "house", "sun"),
@@ -43,28 +47,48 @@ def contact_sheet(pictures: list[Any], titles: list[str], columns: int = 8) -> A
     return sheet
 
 
+def _asked(evaluated: bool, prompts: list[str]) -> list[tuple[list[str], list[str]]]:
+    """(prompts, titles) of each draw; every draw begins at the same seed, as in evaluate.py."""
+    if not evaluated:
+        return [(prompts, prompts)]
+    from names import FILE
+
+    fixed = json.loads(FILE.read_text())
+    pairs = [" ".join(pair) for pair in fixed["unseen"]]
+    new = [f"a {pair}" for pair in pairs], [f"NEW {pair}" for pair in pairs]
+    return [(prompts, prompts), new, (fixed["names"], fixed["names"])]
+
+
 def main() -> None:
-    import torch
-    from diffusers import StableDiffusionXLPipeline
+    from evaluate import GUIDANCE, SEED, STEPS, draw
+
+    from sdx_accel.runtime.checkpoints import load
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--model", default="demo", help="a folder; default: the shipped model")
     parser.add_argument("--out", type=Path, default=Path("sheet.png"))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--guidance", type=float, default=4.0)
+    parser.add_argument("--seed", type=int, default=SEED, help="of the first picture")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--guidance", type=float, default=GUIDANCE)
+    parser.add_argument("--columns", type=int, help="default: 8, and 16 for --evaluated")
+    parser.add_argument("--colours", type=int, help="a palette of so many, for a small file")
+    parser.add_argument(
+        "--evaluated", action="store_true", help="the names and new pairs of eval_names.json too"
+    )
     parser.add_argument("prompts", nargs="*", default=PROMPTS)
     options = parser.parse_args()
-    pipe = StableDiffusionXLPipeline.from_pretrained(options.model, torch_dtype=torch.float32)
+    pipe = load(options.model, dtype="fp32")
     pipe.set_progress_bar_config(disable=True)
-    chance = [torch.Generator().manual_seed(options.seed + n) for n in range(len(options.prompts))]
-    pictures = pipe(
-        options.prompts,
-        num_inference_steps=options.steps,
-        guidance_scale=options.guidance,
-        generator=chance,
-    ).images
-    contact_sheet(pictures, options.prompts).save(options.out)
+    pictures, titles = [], []
+    for prompts, shown in _asked(options.evaluated, options.prompts):
+        drawn = draw(pipe, prompts, options.steps, options.guidance, options.seed)
+        pictures += [Image.fromarray(picture) for picture in drawn.numpy()]
+        titles += shown
+    columns = options.columns or (16 if options.evaluated else 8)
+    sheet = contact_sheet(pictures, titles, columns)
+    if options.colours:
+        sheet = sheet.quantize(options.colours, dither=Image.Dither.NONE)
+    sheet.save(options.out, optimize=True)
     print(options.out)
 
 

@@ -10,10 +10,11 @@ from typing import Any
 from sdx_accel.cli.pictures_in import InputPicture
 from sdx_accel.cli.sizes import check_size, nearest_sizes
 from sdx_accel.runtime.schedulers import FEW_STEPS, check_steps
+from sdx_accel.runtime.shipped import DEMO, is_demo
 
 __all__ = ["DEFAULT_MODEL", "fill_defaults"]
 
-DEFAULT_MODEL = "random:sdxl-tiny"
+DEFAULT_MODEL = DEMO
 DEFAULT_STRENGTH = 0.6
 # the share that the refiner's authors leave to it
 DEFAULT_REFINER_START = 0.8
@@ -23,7 +24,10 @@ TINY_STEPS = 4
 # what the authors of LCM, SDXL-Lightning and SDXL-Turbo show: more steps change little
 FEW, MOST_OF_FEW = 4, 8
 NO_GUIDANCE = 1.0
-GUIDANCE_SDXL = 5.0
+# judged best by docs/benchmarks/demo-model.md: above 5.5 the white border suffers
+GUIDANCE_DEMO = 4.0
+# what the pipelines of diffusers take by themselves, by a part of their names
+GUIDANCE = {"XL": 5.0, "Flux": 3.5, "StableDiffusion3": 7.0, "PixArt": 4.5}
 GUIDANCE_OTHER = 7.5
 
 
@@ -49,8 +53,12 @@ def fill_defaults(
     """
     flag = "--image" if guide is None or image is not None else "--control-image"
     _fill_size(settings, description, image or guide, flag, note)
+    _demo_size_note(settings, description, note)
     scheduler = str(settings.get("scheduler") or "").strip().lower()
-    few = scheduler in FEW_STEPS or description.embeds_guidance
+    # of the models that embed their guidance, LCM's need few steps and Flux's the usual number
+    few = scheduler in FEW_STEPS or (
+        description.embeds_guidance and "Flux" not in description.pipeline_class
+    )
     if settings.get("steps") is None:
         tiny = str(settings["model"]).endswith("-tiny")
         settings["steps"] = FEW if few else TINY_STEPS if tiny else DEFAULT_STEPS
@@ -61,8 +69,7 @@ def fill_defaults(
             settings["guidance"] = NO_GUIDANCE
         _few_step_notes(settings, scheduler, FEW_STEPS[scheduler], note)
     elif settings.get("guidance") is None:
-        is_sdxl = "XL" in description.pipeline_class
-        settings["guidance"] = GUIDANCE_SDXL if is_sdxl else GUIDANCE_OTHER
+        settings["guidance"] = _usual_guidance(str(settings["model"]), description)
     if settings.get("seed") is None:
         settings["seed"] = secrets.randbelow(2**32)
     settings["guidance"] = float(settings["guidance"])
@@ -82,6 +89,13 @@ def fill_defaults(
             "leave it out"
         )
         settings["negative"] = ""
+
+
+def _usual_guidance(model: str, description: Any) -> float:
+    if is_demo(model):
+        return GUIDANCE_DEMO
+    kind = description.pipeline_class
+    return next((value for part, value in GUIDANCE.items() if part in kind), GUIDANCE_OTHER)
 
 
 def _few_step_notes(
@@ -125,6 +139,19 @@ def _fill_size(
     if (width, height) != (own_width, own_height):
         note(f"{image.path} is resized from {own_width} × {own_height} to {width} × {height}")
     settings["width"], settings["height"] = width, height
+
+
+def _demo_size_note(
+    settings: dict[str, Any], description: Any, note: Callable[[str], None]
+) -> None:
+    """The demo model has seen one size only; at 256 × 256 an apple is a red square with lugs."""
+    own = description.default_width, description.default_height
+    size = settings["width"], settings["height"]
+    if is_demo(settings["model"]) and size != own:
+        note(
+            f"the demo model was trained at {own[0]} × {own[1]} alone: at {size[0]} × {size[1]} "
+            f"shapes stretch or repeat; use --width {own[0]} --height {own[1]}"
+        )
 
 
 def _nearest(pixels: float) -> int:

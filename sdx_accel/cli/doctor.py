@@ -22,7 +22,7 @@ def doctor(
     ] = False,
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", help="Check this model or checkpoint file as well."),
+        typer.Option("--model", "-m", help="Check this model as well; named as in generate."),
     ] = None,
 ) -> None:
     """Say what is installed, what runs where and why, and the command that mends what is wrong.

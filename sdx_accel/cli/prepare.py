@@ -18,6 +18,7 @@ from sdx_accel.cli.metadata import Recorded, read_record, versions
 from sdx_accel.cli.pictures_in import InputPicture, read_mask, read_picture
 from sdx_accel.cli.pictures_out import Destination, open_destination
 from sdx_accel.errors import CheckpointError, PictureError, RefusedError
+from sdx_accel.runtime.shipped import is_demo
 
 __all__ = ["Prepared", "choose_destination", "prepare"]
 
@@ -158,8 +159,8 @@ def _describe(settings: dict[str, Any], note: Callable[[str], None]) -> Any:
     if settings.get("model") is None:
         settings["model"] = DEFAULT_MODEL
         note(
-            f"no model given: {DEFAULT_MODEL}, whose seeded random weights make pictures of "
-            "noise, not of a prompt"
+            f"no model given: {DEFAULT_MODEL}, the small model of this package, which draws single "
+            "things in the style of emoji; --model names another one"
         )
     return describe(settings["model"], config=settings.get("config"))
 
@@ -205,6 +206,8 @@ def _settings(given: dict[str, Any], recorded: Recorded | None, only_plan: bool)
         settings["device"] = parse_device(settings["device"])
     for name in ("image", "mask", "model", "config", "refiner"):
         # a replay may start in another folder; a model can also be a spec or a hub id
+        if name == "model" and is_demo(settings.get(name)):
+            continue
         if name in settings and (name in ("image", "mask") or os.path.exists(settings[name])):
             settings[name] = absolute(settings[name])
     if recorded is None:

@@ -1,7 +1,7 @@
 """From the name of a model to its description or to a pipeline on the CPU.
 
-Decides what a name means (random weights, folder, single file, hub id) and goes to the network
-only for a hub id that is not cached. Knows nothing of GPUs, plans or patches.
+Decides what a name means (the demo model, random weights, folder, single file, hub id) and goes to
+the network only for a hub id that is not cached. Knows nothing of GPUs, plans or patches.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from sdx_accel.runtime.folder_loading import load_folder
 from sdx_accel.runtime.meta_models import describe_pipeline, meta_component
 from sdx_accel.runtime.random_models import build_random
 from sdx_accel.runtime.schedulers import check_scheduler, make_scheduler
+from sdx_accel.runtime.shipped import demo_folder, is_demo
 
 __all__ = [
     "ComponentDescription",
@@ -38,15 +39,17 @@ def describe(
     """What a model is, from configurations and file headers only: no weights, no GPU.
 
     Args:
-        source: ``"random:sdxl"`` and its like, a diffusers folder, a single .safetensors file, or
-            a hub id (the local cache first; its .json files are fetched when online).
+        source: ``"demo"`` (the model of this package), ``"random:sdxl"`` and its like, a diffusers
+            folder, a single .safetensors file, or a hub id (the local cache first; its .json files
+            are fetched when online). A folder named demo is ``"./demo"``.
         config: for a single file, the diffusers folder (or its model_index.json) whose
             configurations it follows; SDXL and SD 1.5 are recognised without it.
 
     Raises:
         CheckpointError: unknown, missing or broken; the message says what to do.
     """
-    path = None if is_random_spec(source) else local_path(source)
+    known = is_random_spec(source) or is_demo(source)
+    path = None if known else local_path(source)
     if config is not None and (path is None or path.is_dir()):
         raise CheckpointError(
             f"--config {os.fspath(config)!r} belongs to a single-file model, and {source} is none; "
@@ -54,6 +57,8 @@ def describe(
         )
     if is_random_spec(source):
         return architecture(str(source))
+    if is_demo(source):
+        return describe_folder(demo_folder(), str(source))
     if path is None:
         return describe_folder(hub.configurations(str(source)), str(source))
     try:
@@ -100,6 +105,8 @@ def load(
         check_scheduler(scheduler)
     if is_random_spec(source):
         pipe = build_random(str(source), torch_dtype)
+    elif is_demo(source):
+        pipe = load_folder(demo_folder(), torch_dtype)
     else:
         path = local_path(source)
         if path is None:

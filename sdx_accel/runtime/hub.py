@@ -15,6 +15,7 @@ from sdx_accel.errors import CheckpointError
 from sdx_accel.runtime.architectures import RANDOM_PREFIX, RANDOM_SPECS
 from sdx_accel.runtime.checkpoint_files import neighbours
 from sdx_accel.runtime.checkpoint_folders import INDEX, check_folder, find_weights
+from sdx_accel.runtime.shipped import DEMO
 
 __all__ = [
     "cached_folder",
@@ -211,13 +212,15 @@ def _fetch(name: str, download: Any, hint: str | None = None) -> Path:
 
 
 def _suggestion(name: str) -> str:
-    """The closest known names: random specs and cached models."""
+    """The closest known names: the demo model, random specs and cached models."""
     known = [*RANDOM_SPECS, *(spec.removeprefix(RANDOM_PREFIX) for spec in RANDOM_SPECS)]
-    close = difflib.get_close_matches(name.lower(), [*known, *_cached_names()], n=1, cutoff=0.5)
+    close = difflib.get_close_matches(
+        name.lower(), [DEMO, *known, *_cached_names()], n=1, cutoff=0.5
+    )
     if close:
         best = close[0] if close[0] not in known or ":" in close[0] else RANDOM_PREFIX + close[0]
         return f"did you mean {best!r}?"
-    return "give a folder, a .safetensors file, or try random:sdxl-tiny, which needs no files"
+    return "give a folder, a .safetensors file, or try demo, the model of this package"
 
 
 def _cached_names() -> list[str]:

@@ -21,7 +21,7 @@ RECIPE = Path(__file__).parents[2] / "examples" / "train_demo_model"
 MODULES = (
     *("attention_choice", "captions", "compile_first", "data", "evaluate", "export", "flat"),
     *("model", "names", "nearest", "progress", "recolour", "sheet", "steps", "train"),
-    *("train_unet", "train_vae", "words"),
+    *("tiers", "train_unet", "train_vae", "words"),
 )
 SHAPES = ("ball", "box", "roof", "ring")
 COLOURS = {"red": (230, 40, 40), "green": (50, 190, 70), "blue": (40, 120, 240)}

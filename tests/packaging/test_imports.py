@@ -27,7 +27,14 @@ def heavy_after(statement: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "module",
-    ["sdx_accel", "sdx_accel.errors", "sdx_accel.cli", "sdx_accel.cli.doctor", "sdx_accel.budget"],
+    [
+        "sdx_accel",
+        "sdx_accel.demo",
+        "sdx_accel.errors",
+        "sdx_accel.cli",
+        "sdx_accel.cli.doctor",
+        "sdx_accel.budget",
+    ],
 )
 def test_importing_brings_none_of_the_large_packages(module: str) -> None:
     assert heavy_after(f"import {module}") == []

@@ -86,7 +86,7 @@ def test_nothing_shadows_hugging_faces_kernels(files: list[Path]) -> None:
 
 def test_test_files_are_named_for_their_subject(files: list[Path]) -> None:
     allowed = re.compile(
-        r"tests/(conftest|(accel|kernels|packaging|patches)/(test_\w+|conftest|\w+_case)"
+        r"tests/(conftest|(accel|kernels|notebooks|packaging|patches)/(test_\w+|conftest|\w+_case)"
         r"|patches/(rows|matrix)/\w+)\.py"
     )
     stray = [

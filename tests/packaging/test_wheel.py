@@ -65,6 +65,26 @@ def test_the_wheel_has_every_source_file(wheel: Path) -> None:
                 assert path.relative_to(root).as_posix() in inside
 
 
+def test_the_wheel_has_the_demo_model_as_it_is_in_the_tree(wheel: Path) -> None:
+    folder = ROOT / "sdx_accel" / "demo" / "model"
+    here = {path.relative_to(ROOT).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    assert sum(name.endswith(".safetensors") for name in here) == 4
+    with zipfile.ZipFile(wheel) as archive:
+        inside = {i.filename: i for i in archive.infolist() if "/demo/model/" in i.filename}
+        assert set(inside) == set(here)
+        for name, path in here.items():
+            assert archive.read(name) == path.read_bytes()
+            # readable by everybody where it is installed for everybody
+            assert inside[name].external_attr >> 16 & 0o777 == 0o644
+
+
+def test_the_wheel_is_small_and_has_no_pictures(wheel: Path) -> None:
+    """The demo model is what it learnt, not what it learnt from."""
+    suffixes = {Path(name).suffix for name in names(wheel)}
+    assert not suffixes & {".png", ".jpg", ".webp", ".svg", ".npz", ".npy", ".pt", ".bin", ".pkl"}
+    assert wheel.stat().st_size < 23 << 20
+
+
 def test_the_sdist_builds_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
