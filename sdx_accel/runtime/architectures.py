@@ -1,4 +1,4 @@
-"""Public architectures as data: SDXL base, SD 1.5 and tiny twins of both for tests and demos.
+"""Public architectures as data: SDXL, SD 1.5, SD 3, FLUX.1, PixArt-Sigma, and tiny twins of four.
 
 Configurations only: no weights, no files, no torch. Figures are those of the models' published
 config.json files; the parameter counts they lead to are asserted in tests/accel/test_models.py.
@@ -12,6 +12,7 @@ from typing import Any
 
 from sdx_accel.errors import CheckpointError
 from sdx_accel.runtime.descriptions import ComponentDescription, ModelDescription
+from sdx_accel.runtime.transformer_architectures import CLASSES, pixart_sigma, sd3_and_flux
 
 __all__ = [
     "RANDOM_PREFIX",
@@ -223,6 +224,15 @@ _TABLE: dict[str, tuple[str, dict[str, dict[str, Any]], tuple[str, dict[str, Any
         },
         _EULER,
     ),
+    "random:pixart-sigma": pixart_sigma(_VAE_SDXL),
+}
+_TABLE |= {
+    f"random:{name}": entry
+    for name, entry in sd3_and_flux(_CLIP_L, _OPEN_CLIP_BIG_G, _VAE_SDXL, tiny=False).items()
+}
+_TABLE |= {
+    f"random:{name}-tiny": entry
+    for name, entry in sd3_and_flux(_TINY_CLIP, _TINY_CLIP_2, _TINY_VAE_SDXL, tiny=True).items()
 }
 _CLASSES = {
     "text_encoder": ("transformers", "CLIPTextModel"),
@@ -255,9 +265,9 @@ def architecture(spec: str) -> ModelDescription:
             f"Random weights exist for: {', '.join(RANDOM_SPECS)}"
         )
     pipeline_class, configs, scheduler = copy.deepcopy(_TABLE[spec])
+    classes = {**_CLASSES, **CLASSES.get(pipeline_class, {})}
     components = {
-        name: ComponentDescription(name, *_CLASSES[name], config)
-        for name, config in configs.items()
+        name: ComponentDescription(name, *classes[name], config) for name, config in configs.items()
     }
     vae = configs["vae"]
     return ModelDescription(

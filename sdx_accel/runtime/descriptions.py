@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from sdx_accel.runtime.denoisers import transformer_of
+
 __all__ = ["ComponentDescription", "ModelDescription", "jsonable"]
 
 
@@ -75,7 +77,13 @@ class ModelDescription:
 
     @property
     def embeds_guidance(self) -> bool:
-        """Whether guidance is an input of the UNet, as in whole LCM models, not a second run."""
+        """Whether the strength of guidance asks for no second run.
+
+        It is an input of whole LCM models and of Flux, whose distilled models have none at all.
+        """
+        transformer = transformer_of(self.components)
+        if transformer is not None:
+            return transformer.guidance == "in turn"
         unet = self.components.get("unet")
         return unet is not None and unet.config.get("time_cond_proj_dim") is not None
 

@@ -1,7 +1,8 @@
-"""A CLIP tokenizer made in code: no network, no vocabulary file, no merges.
+"""CLIP and T5 tokenizers made in code: no network, no vocabulary file, no merges.
 
-Byte-level with empty merges: each UTF-8 byte of the prompt is one token, so any text works, but
-only 75 bytes of it reach the model. Used with random weights, where words mean nothing anyway.
+CLIP's is byte-level with empty merges: each UTF-8 byte of the prompt is one token, so any text
+works, but only 75 bytes of it reach the model. T5's has one token for each character of ASCII. Used
+with random weights, where words mean nothing anyway.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from sdx_accel.errors import CheckpointError
 
-__all__ = ["MINIMUM_VOCABULARY", "build_tokenizer", "byte_letters"]
+__all__ = ["MINIMUM_VOCABULARY", "build_long_tokenizer", "build_tokenizer", "byte_letters"]
 
 MINIMUM_VOCABULARY = 2 * 256 + 2
 _START = "<|startoftext|>"
@@ -59,3 +60,25 @@ def build_tokenizer(vocab_size: int, *, pad_token: str = _END, model_max_length:
         pad_token=pad_token,
         model_max_length=model_max_length,
     )
+
+
+def build_long_tokenizer(vocab_size: int, *, model_max_length: int = 512) -> Any:
+    """A `transformers.T5Tokenizer` whose ids fit a text encoder of `vocab_size` embeddings.
+
+    Args:
+        vocab_size: rows of the encoder's token embedding, at least one for each of 98 pieces.
+        model_max_length: tokens a prompt; pipelines say themselves how many they want.
+
+    Raises:
+        CheckpointError: `vocab_size` is too small.
+    """
+    from transformers import T5Tokenizer
+
+    pieces = ["<pad>", "</s>", "<unk>", "▁", *(chr(code) for code in range(0x21, 0x7F))]
+    if vocab_size < len(pieces):
+        raise CheckpointError(
+            f"a text encoder with {vocab_size} token embeddings is too small for the offline "
+            f"tokenizer, which needs {len(pieces)}"
+        )
+    vocab = [(piece, -float(rank)) for rank, piece in enumerate(pieces)]
+    return T5Tokenizer(vocab=vocab, extra_ids=0, model_max_length=model_max_length)

@@ -115,7 +115,10 @@ class UnitTrace:
         self._now: tuple[str, str] | None = None
 
     def count(self, flops: float) -> None:
-        """Operations that were just done, by whatever unit runs."""
+        """Operations that were just done: by the unit that runs, or behind the one before.
+
+        Attention whose layers are units by themselves, as in Flux, is computed between two of them.
+        """
         if self._now is not None:
             self._flops[self._now] += flops
 
@@ -147,7 +150,11 @@ class UnitTrace:
     def _begin_root(self, name: str) -> Callable[..., Any]:
         def around(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             self._calls[name] += 1
-            return inner(*args, **kwargs)
+            self._now = None
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self._now = None
 
         return around
 
@@ -158,10 +165,7 @@ class UnitTrace:
                 return inner(*args, **kwargs)
             self._seen[name].append(path)
             self._now = name, path
-            try:
-                return inner(*args, **kwargs)
-            finally:
-                self._now = None
+            return inner(*args, **kwargs)
 
         return around
 

@@ -39,7 +39,11 @@ class _FusedAttention(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
-            query, value = args[0], args[2] if len(args) > 2 else kwargs["value"]
+            # by position or by name: diffusers' dispatcher, which transformers use, names them
+            query, value = (
+                args[i] if len(args) > i else kwargs[name]
+                for i, name in ((0, "query"), (2, "value"))
+            )
             if self._work:
                 # two products of N_q × N_k for each head
                 keys = value.shape[-2]
