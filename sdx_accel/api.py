@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from sdx_accel.runtime.kernel_cache import ensure_kernel_cache
 from sdx_accel.runtime.meta_models import describe_pipeline
 from sdx_accel.runtime.phase_calls import twin
 from sdx_accel.runtime.planning import check_quality, plan_job
+from sdx_accel.runtime.plot import plot_plan
 from sdx_accel.runtime.probe import open_card, read_idle_cards
 from sdx_accel.runtime.profiler import Job
 from sdx_accel.runtime.recovery import Retry
@@ -123,13 +125,26 @@ class Report:
         """The report as JSON text."""
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
 
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the plan that is being held and what its phases took; replaces an older drawing.
+
+        Args:
+            path: a file name that ends in .png, .svg or .pdf.
+
+        Raises:
+            RefusedError: no plan is held, matplotlib is missing, or the file cannot be written.
+        """
+        if self.plan is None:
+            raise RefusedError("there is no plan to draw: call pipe.enable_xattn(vram=…) first")
+        plot_plan(self.plan, Path(path), self.phases)
+
     def __str__(self) -> str:
         groups: dict[tuple[str, str, str, str], int] = {}
         for layer in self.layers:
             key = (layer.path.split(".")[0], layer.requested, layer.running, layer.reason)
             groups[key] = groups.get(key, 0) + 1
         lines = [
-            f"{where}: {n} layers, requested {requested}, running {running}"
+            f"{where}: {n} layer{'s' if n > 1 else ''}, requested {requested}, running {running}"
             + (f" ({reason})" if reason else "")
             for (where, requested, running, reason), n in groups.items()
         ]
@@ -138,24 +153,49 @@ class Report:
         return "\n".join(lines) if lines else "sdx_accel is not enabled here"
 
 
+def _check_switches(**switches: Any) -> None:
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise RefusedError(f"{name} is True or False, got {value!r}")
+
+
+def _known_device(device: Any) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise RefusedError(f"device {device!r} is none that torch knows") from None
+
+
 def _device(device: Any) -> torch.device:
     if device is not None:
-        try:
-            chosen = torch.device(device)
-        except (RuntimeError, TypeError):
-            raise RefusedError(f"device {device!r} is none that torch knows") from None
+        chosen = _known_device(device)
         if chosen.type not in ("cpu", "cuda"):
             raise RefusedError(
                 f"device {chosen}: budgets are held on NVIDIA cards (cuda) and planned on the CPU "
                 "(cpu); leave device out, or call enable_xattn() without vram"
             )
-        if chosen.type == "cuda" and not torch.cuda.is_available():
-            raise RefusedError(
-                f"device {chosen} asked, but torch {torch.__version__} sees no CUDA device; "
-                "`sdx-accel doctor` says why"
-            )
+        _check_cuda(chosen)
         return chosen
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _check_cuda(chosen: torch.device) -> None:
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise RefusedError(
+            f"device {chosen} asked, but torch {torch.__version__} sees no CUDA device; "
+            "`sdx-accel doctor` says why"
+        )
+
+
+def _without_budget(device: Any) -> None:
+    """Check a `device` that no budget uses, and say that it changes nothing."""
+    if device is not None:
+        _check_cuda(_known_device(device))
+        _log.info(
+            "device is where a budget computes, and without vram there is none: it changes "
+            "nothing; move the pipeline with .to(%r)",
+            str(device),
+        )
 
 
 def _disabled() -> bool:
@@ -190,7 +230,10 @@ def pipeline_enable_xattn(
         ensure_kernel_cache()
     if vram is None and ram is not None:
         raise RefusedError("ram limits what a plan may keep in host memory: give vram as well")
+    _check_switches(fused=fused, learn=learn)
     terms = None if vram is None else _terms(vram, ram, quality, learn)
+    if terms is None:
+        _without_budget(device)
     chosen = None if terms is None else _device(device)
     if terms is not None:
         # before anything starts CUDA: the idle card is what the budget is counted from
@@ -230,7 +273,7 @@ def _hold(pipe: Any, terms: Terms, device: torch.device) -> None:
 
 def pipeline_disable_xattn(pipe: Any) -> None:
     """`DiffusionPipeline.disable_xattn`: nothing happens where nothing was enabled."""
-    session: BudgetSession | None = pipe.__dict__.pop(_SESSION, None)
+    session: BudgetSession | None = getattr(pipe, "__dict__", {}).pop(_SESSION, None)
     if session is not None:
         session.release()
     _restore(pipe)
@@ -238,7 +281,7 @@ def pipeline_disable_xattn(pipe: Any) -> None:
 
 def pipeline_xattn_report(pipe: Any) -> Report:
     """`DiffusionPipeline.xattn_report`."""
-    session: BudgetSession | None = pipe.__dict__.get(_SESSION)
+    session: BudgetSession | None = getattr(pipe, "__dict__", {}).get(_SESSION)
     layers = tuple(sdx_patches.layers(pipe))
     if session is None:
         return Report(layers, (), None)
@@ -272,6 +315,7 @@ def model_enable_xattn(
     if _disabled():
         return
     check_quality(quality)
+    _check_switches(fused=fused, learn=learn)
     if torch.cuda.is_available():
         ensure_kernel_cache()
     _patch(model, attention_op, fused)
@@ -358,13 +402,19 @@ def plan(
         RefusedError: an argument that makes no sense, or a model that cannot be planned.
         CheckpointError: a file that is missing, broken, or was made for another model.
         SizeError: height or width is one that the model cannot do.
+        TypeError: `model` is something else, a single model for instance.
     """
     if isinstance(model, ModelDescription):
         description = model
     elif isinstance(model, (str, os.PathLike)):
         description = describe(os.fspath(model), config=config)
-    else:
+    elif isinstance(getattr(model, "components", None), dict):
         description = describe_pipeline(model)
+    else:
+        raise TypeError(
+            f"expected a diffusers pipeline or what --model takes, got {type(model).__name__}; "
+            "pass the pipeline itself, or a model's folder, file or hub id"
+        )
     description = assembled(
         description,
         loras=loras,

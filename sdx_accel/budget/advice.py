@@ -3,11 +3,13 @@
 from collections.abc import Callable
 
 from sdx_accel.budget.plan import Plan
-from sdx_accel.budget.units import GIB
+from sdx_accel.budget.units import GIB, about, say_seconds, say_size
 
 __all__ = ["MORE_BYTES", "advice"]
 
 MORE_BYTES = GIB // 2
+# what is worth a word: below a MiB it is rounding
+LEAST_GIB = 1 / 1024
 
 
 def advice(make: Callable[[int], Plan], plan: Plan) -> tuple[str, ...]:
@@ -31,7 +33,7 @@ def _binding(plan: Plan) -> str:
     if stream is not None:
         copying = stream.streamed_bytes / stream.copy_speed(plan.machine)
         if copying >= stream.bound_seconds * (1 - 1e-3):
-            return f"the link, {copying:.3f} s of copies a step"
+            return f"the link, {say_seconds(copying)} of copies a step"
         if stream.seconds > stream.bound_seconds * 1.01:
             return "the ring, which computing and copying wait for in turn"
         return "computing; the copies of a step take less time"
@@ -44,21 +46,28 @@ def _binding(plan: Plan) -> str:
 def _gain(plan: Plan, more: Plan) -> str:
     faster = round((plan.seconds_per_step - more.seconds_per_step) * 1000, 1)
     less = plan.moved_gib_per_picture - more.moved_gib_per_picture
-    gains = []
+    gains, costs = [], []
     if faster > 0:
         gains.append(f"{faster:g} ms less a step")
+    elif faster < 0:
+        costs.append(f"{-faster:g} ms more a step")
     if plan.streams and not more.streams:
         gains.append("nothing is streamed")
     elif not faster and _streamed(plan) - _streamed(more) >= GIB // 100:
         less_copied = (_streamed(plan) - _streamed(more)) / GIB
         gains.append(f"{less_copied:.2f} GiB less to copy a step, which is no faster")
-    if less >= 0.01:
-        gains.append(f"{less:.2f} GiB less to move for each new prompt")
+    if less >= LEAST_GIB:
+        gains.append(f"{say_size(less)} less to move for each new prompt")
+    elif less <= -LEAST_GIB:
+        # only other numerics can do that: equal ones never move more for more memory
+        seconds = -less * GIB / more.machine.link_bytes_per_s
+        costs.append(f"{say_size(-less)} more to move for each new prompt ({about(seconds)})")
     changed = sorted(
         name for name in plan.numerics if plan.numerics[name] != more.numerics.get(name)
     )
     gains += [f"{name} becomes {more.numerics[name]}" for name in changed]
-    return ", ".join(gains) or "no gain"
+    said = ", ".join(gains) or "no gain"
+    return f"{said}, at the price of {' and '.join(costs)}" if costs else said
 
 
 def _streamed(plan: Plan) -> int:

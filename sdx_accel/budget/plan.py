@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sdx_accel.budget.machine import Machine
-from sdx_accel.budget.units import GIB
+from sdx_accel.budget.units import GIB, MIB, about, say_seconds, say_size
 
 __all__ = ["HOST_MEMORY", "Phase", "Plan", "StreamPlan", "copy_speed"]
 
@@ -99,6 +100,7 @@ class Plan:
         text_kv: whether the text is projected to keys and values once, before the denoise.
         seconds_per_step: predicted time of a step, 0 when not predicted.
         advice: what more memory would buy, and what binds.
+        margin_gib: of the budget, what stays free for code that the driver loads as the plan runs.
     """
 
     model: str
@@ -118,6 +120,7 @@ class Plan:
     text_kv: bool = False
     seconds_per_step: float = 0.0
     advice: tuple[str, ...] = ()
+    margin_gib: float = 0.0
 
     @property
     def predicted_peak_gib(self) -> float:
@@ -181,10 +184,16 @@ class Plan:
                 f"the weights take {self.host_gib:.2f} GiB of host memory, "
                 f"{allowed:.2f} GiB are allowed"
             )
-        missing = round((self.smallest_budget_gib - self.budget_gib) * GIB / (1 << 20))
+        # with everything else out of the way, the highest phase is the one that does not fit
+        highest = max(self.phases, key=lambda phase: phase.predicted_peak_gib)
+        takes = highest.predicted_peak_gib
+        # both figures are rounded to 0.1 MiB, and what is printed has to be enough
+        missing = math.ceil((takes + self.margin_gib - self.budget_gib) * GIB / MIB + 0.1)
         return (
-            f"{self.binding_phase} does not fit in {self.budget_gib:.2f} GiB: {missing} MiB short; "
-            f"the smallest budget that works is {self.smallest_budget_gib:.2f} GiB"
+            f"{highest.name} does not fit in {self.budget_gib:.2f} GiB: it takes {takes:.2f} GiB, "
+            f"and {self.margin_gib * GIB / MIB:.0f} MiB stay free for code that the driver loads "
+            f"later: {missing} MiB short; the smallest budget that works is "
+            f"{self.smallest_budget_gib:.2f} GiB"
         )
 
     def explain(self) -> str:
@@ -201,10 +210,13 @@ class Plan:
         lines += [f"  {line}" for line in self._speed()]
         if self.feasible:
             seconds = self.moved_gib_per_picture * GIB / self.machine.link_bytes_per_s
-            lines.append(
-                f"  moves {self.moved_gib_per_picture:.2f} GiB to the card for each new prompt "
-                f"(about {seconds:.2f} s); host memory for weights {self.host_gib:.2f} GiB"
+            moves = (
+                f"{say_size(self.moved_gib_per_picture)} to the card for each new prompt "
+                f"({about(seconds)})"
+                if seconds
+                else "nothing to the card for a new prompt"
             )
+            lines.append(f"  moves {moves}; host memory for weights {say_size(self.host_gib)}")
             lines += [f"  {line}" for line in self.advice]
             lines.append(f"  smallest budget that works: {self.smallest_budget_gib:.2f} GiB")
         else:
@@ -215,7 +227,7 @@ class Plan:
         """What streams, how much, how fast, and how near to the bound that is."""
         lines = [self._stream_line(stream) for stream in self.streams]
         if self.seconds_per_step and self.stream("denoise") is None:
-            lines.append(f"a step takes about {self.seconds_per_step:.3f} s")
+            lines.append(f"a step takes {about(self.seconds_per_step)}")
         if self.text_kv:
             lines.append("keys and values of the text are computed once for each new prompt")
         return lines
@@ -226,10 +238,10 @@ class Plan:
         what = "pass" if stream.phase == "text" else "step"
         units = len(stream.resident) + len(stream.slots)
         return (
-            f"{stream.phase} streams {stream.streamed_bytes / GIB:.2f} GiB a {what} over "
+            f"{stream.phase} streams {say_size(stream.streamed_bytes / GIB)} a {what} over "
             f"{speed / 1e9:.0f} GB/s (link busy {busy:.0%}), {len(stream.resident)}/{units} units "
-            f"stay, ring {stream.ring_bytes / (1 << 20):.0f} MiB: {stream.seconds:.3f} s/{what}, "
-            f"bound {stream.bound_seconds:.3f}"
+            f"stay, ring {stream.ring_bytes / MIB:.0f} MiB: {say_seconds(stream.seconds)} a {what}"
+            f", bound {say_seconds(stream.bound_seconds)}"
         )
 
     def _table(self) -> list[str]:

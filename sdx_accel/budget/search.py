@@ -39,17 +39,37 @@ KEPT_TEXT_SHARE = 4 / 3
 MISS_BYTES = 20 * MIB
 
 # the denoiser moves for every picture, a text encoder only for a new prompt: at equal bytes the
-# denoiser stays
-DENOISER_WEIGHT = 1.1
+# denoiser stays; whole numbers, so that equal costs compare equal
+DENOISER_WEIGHT, SIDE_WEIGHT = 11, 10
 
 Placement = dict[str, dict[str, int]]
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A placement: its cost in weighted bytes, and what it copies for a picture."""
+class _Candidate:
+    """A placement in short: the torch memory that it needs, and what it costs.
 
-    cost: float
+    Args:
+        need: bytes of the phase that needs most.
+        cost: what it copies for a picture, weighted.
+        moved: the same in bytes.
+        stay: which side models stay on the card for the whole picture.
+        kept: units of the denoiser that do.
+        text_kv: whether the text's projections are left out of the denoise.
+    """
+
+    need: int
+    cost: int
+    moved: int
+    stay: tuple[bool, ...]
+    kept: int
+    text_kv: bool
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A placement, and the bytes that it copies for a picture."""
+
     moved: int
     placement: Placement
     streams: tuple[StreamPlan, ...] = ()
@@ -117,53 +137,71 @@ def _rest(component: Component) -> int:
     return sum(u.n_bytes for u in chunks) - sum(u.n_bytes for u in component.stream)
 
 
+def _sides(profile: JobProfile) -> tuple[list[Component], list[Component]]:
+    """The denoiser with what runs beside it, and the models of other phases."""
+    denoiser = [c for c in profile.components if c.phases == ("denoise",)]
+    return denoiser, [c for c in profile.components if c.phases != ("denoise",)]
+
+
 def _candidates(
     profile: JobProfile, limit: int, extra: Mapping[str, int], text_kv: bool
-) -> Iterator[_Found]:
+) -> Iterator[_Candidate]:
     """Placements within `limit` bytes of torch memory with a denoiser that is whole as it runs."""
-    denoiser = [c for c in profile.components if c.phases == ("denoise",)]
-    sides = [c for c in profile.components if c.phases != ("denoise",)]
+    denoiser, sides = _sides(profile)
+    whole = [c.units[: _whole(c, "denoise", text_kv)] for c in denoiser]
     text = [c.units[_whole(c, "denoise", text_kv) :] for c in denoiser]
     text_bytes = sum(unit.n_bytes for units in text for unit in units)
+    order = [unit for units in whole for unit in units]
     for stay in product((True, False), repeat=len(sides)):
-        placement: Placement = {
-            p.name: {
-                c.name: len(c.units)
-                for c, always in zip(sides, stay, strict=True)
-                if (always or p.name in c.phases) and c.name not in p.carries
-            }
+        always = {c.name for c, kept in zip(sides, stay, strict=True) if kept}
+        away = [c for c in sides if c.name not in always]
+        needs = {
+            p.name: _need(p)
+            + extra[p.name]
+            + sum(_weights(c) for c in sides if _is_in(c, p, c.name in always))
             for p in profile.phases
         }
-        room = {
-            p.name: limit
-            - _need(p)
-            - extra[p.name]
-            - sum(_weights(c) for c in sides if c.name in placement[p.name])
-            for p in profile.phases
+        if "denoise" in needs:
+            needs["denoise"] += sum(segment_bytes(unit.n_bytes) for unit in order)
+        elsewhere = max((n for name, n in needs.items() if name != "denoise"), default=limit)
+        moved = sum(c.n_bytes for c in away) + text_bytes + sum(unit.n_bytes for unit in order)
+        cost = sum(
+            c.n_bytes * (DENOISER_WEIGHT if "refine" in c.phases else SIDE_WEIGHT) for c in away
+        )
+        # text is as dear as the rest of the denoiser, or it would be kept where that saves nothing
+        cost += (moved - sum(c.n_bytes for c in away)) * DENOISER_WEIGHT
+        for kept in range(len(order) + 1):
+            need = max(needs.get("denoise", 0), elsewhere)
+            if need > limit:
+                break
+            yield _Candidate(need, cost, moved, stay, kept, text_kv)
+            if kept < len(order):
+                elsewhere += segment_bytes(order[kept].n_bytes)
+                moved -= order[kept].n_bytes
+                cost -= order[kept].n_bytes * DENOISER_WEIGHT
+
+
+def _is_in(side: Component, phase: PhaseProfile, always: bool) -> bool:
+    return (always or phase.name in side.phases) and side.name not in phase.carries
+
+
+def _placed(profile: JobProfile, candidate: _Candidate) -> _Found:
+    denoiser, sides = _sides(profile)
+    placement: Placement = {
+        p.name: {
+            c.name: len(c.units)
+            for c, always in zip(sides, candidate.stay, strict=True)
+            if _is_in(c, p, always)
         }
-        away = [c for c, always in zip(sides, stay, strict=True) if not always]
-        moved = sum(c.n_bytes for c in away) + text_bytes
-        cost = sum(c.n_bytes * (DENOISER_WEIGHT if "refine" in c.phases else 1.0) for c in away)
-        # as dear as the denoiser's own bytes, or text would be kept where that saves nothing
-        cost += text_bytes * DENOISER_WEIGHT
-        if "denoise" in room:
-            room["denoise"] -= sum(_weights(c, _whole(c, "denoise", text_kv)) for c in denoiser)
-        if min(room.values()) < 0:
-            continue
-        spare = min((n for name, n in room.items() if name != "denoise"), default=0)
-        for component in denoiser:
-            kept, whole = 0, _whole(component, "denoise", text_kv)
-            while kept < whole:
-                size = segment_bytes(component.units[kept].n_bytes)
-                if size > spare:
-                    break
-                spare -= size
-                kept += 1
-            rest = sum(u.n_bytes for u in component.units[kept:whole])
-            moved, cost = moved + rest, cost + rest * DENOISER_WEIGHT
-            for phase in placement:
-                placement[phase][component.name] = whole if phase == "denoise" else kept
-        yield _Found(cost, moved, placement, text_kv=text_kv)
+        for p in profile.phases
+    }
+    left = candidate.kept
+    for component in denoiser:
+        whole = _whole(component, "denoise", candidate.text_kv)
+        kept, left = min(left, whole), max(left - whole, 0)
+        for phase in placement:
+            placement[phase][component.name] = whole if phase == "denoise" else kept
+    return _Found(candidate.moved, placement, text_kv=candidate.text_kv)
 
 
 def _least(profile: JobProfile, phase: PhaseProfile, machine: Machine, text_kv: bool) -> int:
@@ -202,7 +240,7 @@ def _alone(
         if phase.name == "text" and profile.job.get("guided"):
             # the encoders run once more, for the negative prompt
             moved += stream.streamed_bytes
-    return _Found(float(moved), moved, placement, tuple(streams), text_kv)
+    return _Found(moved, placement, tuple(streams), text_kv)
 
 
 def _smallest(
@@ -229,11 +267,17 @@ def _best(
     profile: JobProfile, machine: Machine, limit: int, floors: Mapping[str, int]
 ) -> _Found | None:
     choices = [(kept, _extra(profile, floors, kept)) for kept in _text_choices(profile)]
-    # the first of equals: text is kept only where that moves fewer bytes
-    whole = (found for kept, extra in choices for found in _candidates(profile, limit, extra, kept))
-    best = min(whole, key=lambda found: found.cost, default=None)
+    whole = [c for kept, extra in choices for c in _candidates(profile, limit, extra, kept)]
+    # From the least memory upwards, and on only to what moves no more: the cheapest of all would
+    # move up to 0.1 GiB more for a new prompt at some larger budgets than at smaller ones.
+    # The first of equals: text is kept only where that moves fewer bytes.
+    whole.sort(key=lambda c: (c.need, c.cost, c.moved))
+    best: _Candidate | None = None
+    for candidate in whole:
+        if best is None or (candidate.cost < best.cost and candidate.moved <= best.moved):
+            best = candidate
     if best is not None:
-        return best
+        return _placed(profile, best)
     for kept, extra in choices:
         room = {p.name: limit - _need(p) - extra[p.name] for p in profile.phases}
         alone = _alone(profile, machine, room, kept)
@@ -299,18 +343,21 @@ def make_plan(
         streams=shown.streams,
         text_kv=shown.text_kv,
         seconds_per_step=_seconds_per_step(profile, machine, shown),
+        margin_gib=to_gib(SLACK_BYTES),
     )
 
 
 def _seconds_per_step(profile: JobProfile, machine: Machine, found: _Found) -> float:
-    """Predicted time of a pass of the denoiser; 0 where its units are not known."""
+    """Predicted time of a step of the denoiser; 0 where its units are not known."""
+    # two predictions that do not share a call are two passes
+    passes = 2 if profile.numerics.get("guidance") == "in turn" else 1
     streamed = next((s.seconds for s in found.streams if s.phase == "denoise"), None)
     if streamed is not None:
-        return streamed
+        return passes * streamed
     models = [c for c in profile.components if "denoise" in c.phases]
     if not all(c.stream for c in models):
         return 0.0
-    return round(sum(seconds_of(_units(models), machine)), 6)
+    return round(passes * sum(seconds_of(_units(models), machine)), 6)
 
 
 def _link_notes(found: _Found, machine: Machine) -> tuple[str, ...]:

@@ -6,7 +6,17 @@ from dataclasses import dataclass
 
 from sdx_accel.errors import RefusedError
 
-__all__ = ["GIB", "MIB", "VramRequest", "ceil_gib", "parse_vram", "to_gib"]
+__all__ = [
+    "GIB",
+    "MIB",
+    "VramRequest",
+    "about",
+    "ceil_gib",
+    "parse_vram",
+    "say_seconds",
+    "say_size",
+    "to_gib",
+]
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -27,6 +37,25 @@ def to_gib(n_bytes: float) -> float:
 def ceil_gib(n_bytes: float, step: float = 0.05) -> float:
     """Smallest multiple of `step` GiB that holds `n_bytes`."""
     return round(math.ceil(n_bytes / GIB / step - 1e-9) * step, 4)
+
+
+def say_seconds(seconds: float) -> str:
+    """A time for people: three digits, in ms where it is short."""
+    if seconds < 1e-3:
+        return "below 1 ms"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.1 else f"{seconds:.3g} s"
+
+
+def about(seconds: float) -> str:
+    """A predicted time for people, with the word that says so."""
+    return say_seconds(seconds) if seconds < 1e-3 else f"about {say_seconds(seconds)}"
+
+
+def say_size(gib: float) -> str:
+    """A size in GiB for people; in MiB where it is small."""
+    if gib < 0.01:
+        return f"{gib * 1024:.0f} MiB"
+    return f"{gib:.2f} GiB"
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ def generate(
         typer.Option(
             "--model",
             "-m",
-            help="Hub id, diffusers folder, .safetensors file, or random:sdxl, random:sd15, "
-            "random:sdxl-tiny, random:sd15-tiny (seeded random weights). Default: "
-            "random:sdxl-tiny.",
+            help="demo (the small model of this package, 128 × 128), hub id, diffusers folder, "
+            ".safetensors file, or random:sdxl, random:sd15, random:sdxl-tiny, random:sd15-tiny "
+            "(seeded random weights: noise). Default: demo.",
         ),
     ] = None,
     negative: Annotated[str | None, typer.Option(help="What it shall not show.")] = None,
@@ -34,8 +34,8 @@ def generate(
     guidance: Annotated[
         float | None,
         typer.Option(
-            help="Default: 5.0 for SDXL, else 7.5; 1 for lcm, lightning, turbo. 1 or less: no "
-            "guidance."
+            help="Default: 4.0 for demo, 5.0 for SDXL, else 7.5; 1 for lcm, lightning, turbo. 1 or "
+            "less: no guidance."
         ),
     ] = None,
     width: Annotated[int | None, typer.Option(help="Pixels. Default: the model's.")] = None,
@@ -136,6 +136,14 @@ def generate(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a file of the same name.")
     ] = False,
+    plot: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draw the memory over the phases, planned and measured: a .png, .svg or .pdf "
+            "file.",
+        ),
+    ] = None,
     no_learn: Annotated[
         bool,
         typer.Option(
@@ -165,14 +173,16 @@ def generate(
     flags = dict(locals())
     with json_on_error(json):
         from sdx_accel.cli.metadata import versions
+        from sdx_accel.cli.plot import open_plot
         from sdx_accel.cli.prepare import choose_destination, prepare
         from sdx_accel.cli.run_job import run_job
         from sdx_accel.cli.talk import Talk
 
         talk = Talk(json)
+        drawing = None if plot is None else open_plot(plot, overwrite)
         prepared = prepare(flags, talk.note)
         destination = choose_destination(prepared, flags, talk.note)
-        outcome = run_job(prepared, destination, talk, learn=not no_learn)
+        outcome = run_job(prepared, destination, talk, learn=not no_learn, drawing=drawing)
         talk.result(
             [str(path) for path in outcome.paths],
             {
@@ -180,8 +190,11 @@ def generate(
                 "settings": prepared.job.to_dict(),
                 "plan": outcome.plan,
                 "report": outcome.report,
+                "plot": None if outcome.plot is None else str(outcome.plot),
                 "versions": versions(),
                 "seconds": round(outcome.seconds, 3),
                 "notes": talk.notes,
             },
         )
+    if drawing is not None and outcome.plot is None:
+        raise typer.Exit(1)

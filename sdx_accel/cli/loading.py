@@ -111,5 +111,6 @@ def picture_arguments(prepared: Prepared) -> dict[str, Any]:
         return {**size, **control}
     image = {"image": prepared.image.resized(**size), "strength": job.strength, **control}
     if prepared.mask is None:
-        return image
+        # pipelines of UNets follow the picture, those of transformers have a size of their own
+        return {**image, **size} if "transformer" in prepared.description.components else image
     return {**image, **size, "mask_image": prepared.mask.resized(**size)}

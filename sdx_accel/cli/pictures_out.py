@@ -16,7 +16,14 @@ from pathlib import Path
 
 from sdx_accel.errors import PictureError, RefusedError, WorkError
 
-__all__ = ["Destination", "file_name", "open_destination", "save_bytes"]
+__all__ = [
+    "LONGEST_NAME",
+    "Destination",
+    "check_writable",
+    "file_name",
+    "open_destination",
+    "save_bytes",
+]
 
 DEFAULT_FOLDER = "outputs"
 FORMATS = {".png": "png", ".jpg": "jpg", ".jpeg": "jpg", ".webp": "webp"}
@@ -84,7 +91,7 @@ def open_destination(
         folder, stem, chosen = path, None, format or "png"
         ending = f".{chosen}"
         _create_folder(folder)
-    _check_writable(folder, needed_bytes)
+    check_writable(folder, needed_bytes, "--output")
     return Destination(folder, stem, chosen, overwrite, ending)
 
 
@@ -187,7 +194,17 @@ def _create_folder(folder: Path) -> None:
         ) from error
 
 
-def _check_writable(folder: Path, needed_bytes: int) -> None:
+def check_writable(folder: Path, needed_bytes: int, flag: str) -> None:
+    """Refuse a folder that cannot take what will be saved in it.
+
+    Args:
+        folder: exists.
+        needed_bytes: what will be saved at most.
+        flag: what it was named with, for the message.
+
+    Raises:
+        PictureError: it is not writable or full.
+    """
     probe = folder / f".sdx-{secrets.token_hex(8)}.part"
     try:
         with probe.open("xb") as file:
@@ -195,14 +212,14 @@ def _check_writable(folder: Path, needed_bytes: int) -> None:
         free = shutil.disk_usage(folder).free
     except OSError as error:
         raise PictureError(
-            f"--output {folder} is not writable: {error.strerror}; choose another folder"
+            f"{flag} {folder} is not writable: {error.strerror}; choose another folder"
         ) from error
     finally:
         with contextlib.suppress(OSError):
             probe.unlink()
     if free < needed_bytes:
         raise PictureError(
-            f"--output {folder}: {free >> 20} MiB are free and the pictures can take "
+            f"{flag} {folder}: {free >> 20} MiB are free and the pictures can take "
             f"{-(-needed_bytes >> 20)} MiB; make room or choose another folder"
         )
 

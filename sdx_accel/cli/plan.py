@@ -1,7 +1,6 @@
 """The verb `plan`: whether a job fits, and where everything lies, without loading weights."""
 
 import json as json_format
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,7 +19,7 @@ def plan(
         typer.Argument(help="Ignored: a prompt changes no memory."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="As in generate. Default: random:sdxl-tiny.")
+        str | None, typer.Option("--model", "-m", help="As in generate. Default: demo.")
     ] = None,
     vram: Annotated[
         str | None,
@@ -78,8 +77,13 @@ def plan(
     ] = None,
     plot: Annotated[
         str | None,
-        typer.Option(metavar="PICTURE", help="Draw the memory over the phases: .png, .svg, .pdf."),
+        typer.Option(
+            metavar="FILE", help="Draw the memory over the phases: a .png, .svg or .pdf file."
+        ),
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a drawing of the same name.")
+    ] = False,
     no_learn: Annotated[bool, typer.Option("--no-learn", help="As in generate.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     # a line of generate's can be planned as it is: these change no memory
@@ -90,7 +94,6 @@ def plan(
     seed: Annotated[int | None, typer.Option(hidden=True)] = None,
     output: Annotated[str | None, typer.Option("--output", "-o", hidden=True)] = None,
     format: Annotated[Format | None, typer.Option(hidden=True)] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", hidden=True)] = False,
 ) -> None:
     """Say whether a job fits into a budget, and where everything lies in each phase.
 
@@ -100,14 +103,12 @@ def plan(
     with json_on_error(json):
         from sdx_accel.cli.budgeting import budget_note, plan_job
         from sdx_accel.cli.devices import pick_device
-        from sdx_accel.cli.plot import check_plot, plot_plan
+        from sdx_accel.cli.plot import open_plot, save_plot
         from sdx_accel.cli.prepare import prepare
         from sdx_accel.cli.talk import Talk, one_voice
 
         talk = Talk(json)
-        picture = None if plot is None else Path(plot)
-        if picture is not None:
-            check_plot(picture)
+        drawing = None if plot is None else open_plot(plot, overwrite)
         prepared = prepare(flags, talk.note, only_plan=True)
         with one_voice(talk):
             job = prepared.job
@@ -115,11 +116,12 @@ def plan(
             if sentence := budget_note(job, device):
                 talk.note(sentence)
             made = plan_job(prepared, device, job.dtype, learn=not no_learn)
-        if picture is not None:
-            plot_plan(made, picture)
+        drawn = None if drawing is None else save_plot(made, drawing)
         if json:
             print(json_format.dumps(json_format.loads(made.to_json())))
         else:
             talk.say(made.explain())
+        if drawn is not None:
+            talk.say(f"drawn: {drawn}")
     if not made.feasible:
         raise typer.Exit(1)

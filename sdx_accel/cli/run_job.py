@@ -6,7 +6,7 @@ Knows pipelines through their public calls; knows nothing of flags or of file na
 import json
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from sdx_accel.cli.job import Job
 from sdx_accel.cli.loading import load_pipeline, picture_arguments
 from sdx_accel.cli.metadata import encode_picture, parameters_text, versions
 from sdx_accel.cli.pictures_out import Destination, file_name, save_bytes
+from sdx_accel.cli.plot import save_plot
 from sdx_accel.cli.prepare import Prepared
 from sdx_accel.cli.progress import StepProgress
 from sdx_accel.cli.prompts import prompt_notes
@@ -38,6 +39,7 @@ class Outcome:
         seeds: their seeds.
         plan: the plan that was held, as JSON-ready values, or None.
         report: what ran, as JSON-ready values, or None.
+        plot: the drawing of the plan and of what was measured, or None.
         seconds: from loading to the last saved picture.
     """
 
@@ -45,11 +47,17 @@ class Outcome:
     seeds: list[int] = field(default_factory=list)
     plan: dict[str, Any] | None = None
     report: dict[str, Any] | None = None
+    plot: Path | None = None
     seconds: float = 0.0
 
 
 def run_job(
-    prepared: Prepared, destination: Destination, talk: Talk, *, learn: bool = True
+    prepared: Prepared,
+    destination: Destination,
+    talk: Talk,
+    *,
+    learn: bool = True,
+    drawing: Destination | None = None,
 ) -> Outcome:
     """Make and save every picture of a job.
 
@@ -61,6 +69,7 @@ def run_job(
         destination: from `choose_destination`.
         talk: where messages go.
         learn: whether plans use, and runs keep, what phases took beyond their predictions.
+        drawing: from `open_plot`, where the plan is drawn with what its phases took.
 
     Raises:
         SdxError: refused (budget, model, LoRA) or failed.
@@ -102,9 +111,12 @@ def run_job(
             done = ", ".join(str(path) for path in outcome.paths) or "none"
             talk.note(f"stopped; finished pictures: {done}")
             raise
-        if held:
-            _audit(pipe.xattn_report(), outcome, talk)
+        report = pipe.xattn_report() if held else None
+        if report is not None:
+            _audit(report, outcome, talk)
     outcome.seconds = time.perf_counter() - start
+    if drawing is not None:
+        _draw(plan, report, drawing, outcome, talk)
     return outcome
 
 
@@ -211,6 +223,7 @@ def _record(
     """What goes into the picture's metadata."""
     import torch
 
+    denoiser = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
     pictures = (prepared.image, prepared.mask, *prepared.guides, *prepared.prompts)
     return {
         "settings": single.to_dict(),
@@ -220,7 +233,7 @@ def _record(
         },
         "ran": {
             "device": device,
-            "dtype": str(pipe.unet.dtype).removeprefix("torch."),
+            "dtype": str(denoiser.dtype).removeprefix("torch."),
             "scheduler": type(pipe.scheduler).__name__,
             "pipeline": type(pipe).__name__,
             **({"threads": torch.get_num_threads()} if device == "cpu" else {}),
@@ -257,3 +270,17 @@ def _audit(report: Any, outcome: Outcome, talk: Talk) -> None:
             else f"measured {phase.measured_peak_gib:.2f} GiB"
         )
         talk.say(f"{phase.name}: predicted {phase.predicted_peak_gib:.2f} GiB, {measured}")
+
+
+def _draw(plan: Any, report: Any, drawing: Destination, outcome: Outcome, talk: Talk) -> None:
+    """Draw what was held, else what was planned; the pictures are saved, so no failure ends it."""
+    held = None if report is None else report.plan
+    phases = () if held is None else report.phases
+    try:
+        # a loaded pipeline does not know what the user calls it
+        shown = plan if held is None else replace(held, model=plan.model)
+        outcome.plot = save_plot(shown, drawing, phases, outcome.paths)
+    except WorkError as error:
+        talk.note(str(error))
+        return
+    talk.say(f"drawn: {outcome.plot}")

@@ -64,6 +64,9 @@ def read_adapters(module: Any) -> list[dict[str, Any]]:
     layers = getattr(getattr(module, "encoder_hid_proj", None), "image_projection_layers", None)
     if layers is not None:
         found.append(ip_adapter_entry([_read_projection(layer) for layer in layers]))
+    # where SD 3 has its one
+    if (projection := getattr(module, "image_proj", None)) is not None:
+        found.append(ip_adapter_entry([_read_projection(projection)]))
     return found
 
 

@@ -15,6 +15,7 @@ from sdx_accel.budget.units import GIB
 from sdx_accel.errors import BudgetError, PlacementError, RefusedError
 from sdx_accel.runtime import held
 from sdx_accel.runtime.calibration import record_for
+from sdx_accel.runtime.denoisers import denoiser_name, size_step, vae_factor
 from sdx_accel.runtime.enforce import Enforcer, NoEnforcer
 from sdx_accel.runtime.executor import Executor
 from sdx_accel.runtime.meta_models import default_size, describe_pipeline
@@ -25,6 +26,7 @@ from sdx_accel.runtime.probe import open_card, read_idle_cards, warm_up
 from sdx_accel.runtime.session_plans import Place, Planner, Terms
 from sdx_patches.text_kv import text_projections
 from sdx_patches.vae import bands_of, copied_bands
+from sdx_patches.vae_tiles import tiles_of
 
 __all__ = ["BudgetSession", "Terms"]
 
@@ -85,16 +87,19 @@ class BudgetSession:
         description = describe_pipeline(pipe)
         # a safety checker and the like run where the pipeline puts them; only models with a
         # description are placed
-        missing = [n for n in ("unet", "vae") if n not in description.components]
-        if missing:
+        denoiser = denoiser_name(description.components)
+        missing = [] if denoiser else ["unet or transformer"]
+        missing += [] if "vae" in description.components else ["vae"]
+        if missing or denoiser is None:
             raise RefusedError(
                 f"this pipeline has no {' and no '.join(missing)}: a budget cannot be planned for "
                 "it; enable_xattn() without vram works"
             )
+        self._denoiser = denoiser
         modules = pipeline_models(pipe)
-        self._tiling = _tiling_of(modules.get("vae"))
-        self._tiled_by_us = False
         self._audited: Plan | None = None
+        # the models whose text may be kept, as they were last looked at
+        self._reading: set[str] = set()
         #: driver-visible bytes of this process: "idle", "context", "libraries"
         self.readings: dict[str, int | None] = {}
         enforcer = NoEnforcer()
@@ -179,23 +184,29 @@ class BudgetSession:
             self._hold(self._default)
 
     def _default_job(self) -> Job:
-        height, width = default_size(self._planner.description.components)
-        return self._with_text(Job(height, width))
+        description = self._planner.description
+        height, width = default_size(description.components)
+        return self._with_text(Job(height, width, guided=not description.embeds_guidance))
 
     def _with_text(self, job: Job) -> Job:
         """Looked at for each job: a part that was compiled since reads the text by itself."""
-        unet = self.executor.modules["unet"]
-        return replace(job, text_kv=bool(text_projections(unet)))
+        modules = self.executor.modules
+        reading = {name for name, module in modules.items() if text_projections(module)}
+        if reading != self._reading:
+            # plans split the weights of these models by it
+            self._planner.describe(self._planner.description)
+            self._reading = reading
+        return replace(job, text_kv="unet" in reading)
 
     def _plan(self, job: Job, quality: str | None = None) -> Plan:
         return self._planner.plan(self._as_set_up(job), quality)
 
     def _as_set_up(self, job: Job) -> Job:
         """The job with what the user has switched on in the VAE, which is planned as it is."""
-        tiling = None if self._tiled_by_us else _tiling_of(self.executor.modules.get("vae"))
-        if tiling and tiling[0] and tiling[1] < max(job.height, job.width):
-            job = replace(job, tile=tiling[1])
         vae = self.executor.modules.get("vae")
+        tile = _users_tile(vae)
+        if tile is not None and tile < max(job.height, job.width):
+            job = replace(job, tile=tile, stock_tiles=True)
         if vae is not None and not self.executor.banded and (bands := bands_of(vae)):
             job = replace(job, bands=bands)
         return job
@@ -206,14 +217,9 @@ class BudgetSession:
     def _hold(self, plan: Plan) -> None:
         self._current = plan
         vae = self.executor.modules.get("vae")
-        tile = plan.job.get("tile")
-        users = _tiling_of(vae)
-        if self._tiled_by_us and not tile and self._tiling is not None:
-            _restore_tiling(vae, self._tiling)
-            self._tiled_by_us = False
-        elif tile and users is not None and not (users[0] and users[1] == tile):
+        tile = None if plan.job.get("stock_tiles") else plan.job.get("tile")
+        if vae is not None and tile != tiles_of(vae):
             set_tiling(vae, tile)
-            self._tiled_by_us = True
         bands = plan.job.get("bands")
         if vae is not None and bands != bands_of(vae):
             set_bands(vae, bands)
@@ -226,11 +232,12 @@ class BudgetSession:
             self._planner.describe(describe_pipeline(self._pipe()))
             self._generation = self.executor.generation
         self._refuse_swapped()
-        unet = self.executor.modules["unet"]
+        config = self.executor.modules[self._denoiser].config
         components = self._planner.description.components
-        scale = 2 ** (len(components["vae"].config["block_out_channels"]) - 1)
-        job = self._with_text(job_of_call(self._pipe_class, unet.config, scale, args, kwargs))
-        if not _plannable(job, scale):
+        scale = vae_factor(components)
+        job = job_of_call(self._pipe_class, config, scale, args, kwargs, components)
+        job = self._with_text(job)
+        if not _plannable(job, size_step(components)):
             return  # the pipeline's own checks say what is wrong with such a call
         self._planner.look()
         plan = self._plan(job)
@@ -304,8 +311,7 @@ class BudgetSession:
         # the executor must not keep its session
         self.executor.replan = None
         self.executor.release()
-        if self._tiled_by_us and self._tiling is not None:
-            _restore_tiling(self.executor.modules["vae"], self._tiling)
+        set_tiling(self.executor.modules["vae"], None)
         if self.executor.banded:
             set_bands(self.executor.modules["vae"], None)
 
@@ -320,20 +326,15 @@ def _abandon(undo: Callable[[], None], executor: Executor) -> None:
     """The pipeline was dropped while held: its models, which may live on, become stock again."""
     undo()
     executor.replan = None
+    set_tiling(executor.modules["vae"], None)
     if executor.banded:
         set_bands(executor.modules["vae"], None)
     executor.abandon()
 
 
-_TILING = ("use_tiling", "tile_sample_min_size", "tile_latent_min_size")
-
-
-def _tiling_of(vae: Any) -> tuple[Any, ...] | None:
-    if vae is None or not all(hasattr(vae, name) for name in _TILING):
+def _users_tile(vae: Any) -> int | None:
+    """The edge in pixels of the tiles that a user has switched on."""
+    if vae is None or tiles_of(vae) is not None or not getattr(vae, "use_tiling", False):
         return None
-    return tuple(getattr(vae, name) for name in _TILING)
-
-
-def _restore_tiling(vae: Any, values: tuple[Any, ...]) -> None:
-    for name, value in zip(_TILING, values, strict=True):
-        setattr(vae, name, value)
+    edge: int | None = getattr(vae, "tile_sample_min_size", None)
+    return edge

@@ -7,6 +7,7 @@ here: they are read whenever a plan is made.
 import hashlib
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,11 +29,13 @@ __all__ = [
     "known_record",
     "load",
     "record_for",
+    "steady_seconds",
 ]
 
 _log = logging.getLogger("sdx_accel")
-# rises when a field changes its meaning: older files are measured again
-VERSION = 1
+# rises when a field changes its meaning: older files are measured again. 2: the best of many
+# windows, where one window gave 71 and 113 ms a step in two processes on one card
+VERSION = 2
 COPY_BYTES = 32 * MIB
 # (pinned, beside a running matrix product): how many copies; the best counts. 416 MiB in all, of
 # which 96 MiB pageable: 0.1 s on a PCIe 3.0 ×8 link
@@ -41,6 +44,11 @@ COPIES = {(True, False): 5, (True, True): 5, (False, False): 3}
 SHARES = {"matmul": 0.644, "convolution": 0.240, "attention": 0.116}
 # a transformer block of SDXL launched op by op: on fast cards the host is what it waits for
 BLOCK = "block"
+# a window is long against the clock's grain and short against what else a shared host does: of the
+# many in a span some are left alone. Four kinds of work take 1.3 s
+WINDOW_SECONDS, SPAN_SECONDS = 4e-3, 0.3
+# a card that is so slow has run long enough to have risen to its clock rate
+MOST_CALLS = 1024
 
 
 class Measure(Protocol):
@@ -162,6 +170,26 @@ def record_for(
 def known_record(card: "Card") -> Record | None:
     """The record that `record_for` would read; for planning without starting any work."""
     return load(card.key)
+
+
+def steady_seconds(window: Callable[[int], float]) -> float:
+    """Seconds that one call takes when nothing else gets in its way.
+
+    Windows are lengthened until they can be timed, which brings the card to its clock rate as well;
+    then the fastest of all windows of a span counts. Something else can only make one slower.
+
+    Args:
+        window: seconds of so many calls in a row, the library they need being loaded.
+    """
+    calls, spent, best = 1, 0.0, math.inf
+    while spent < SPAN_SECONDS:
+        taken = window(calls)
+        # a clock that stands still would measure for ever
+        spent += max(taken, WINDOW_SECONDS / 10)
+        best = min(best, taken / calls)
+        if taken < WINDOW_SECONDS and calls < MOST_CALLS:
+            calls *= 2
+    return best
 
 
 def _two_digits(rate: float) -> float:

@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-__all__ = ["CudaMeasure"]
+from sdx_accel.runtime.calibration import steady_seconds
 
-# calls timed together; the first, which loads libraries and picks algorithms, is not timed
-_CALLS = 10
+__all__ = ["CudaMeasure"]
 
 
 class CudaMeasure:
@@ -56,17 +56,30 @@ class CudaMeasure:
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
             done, call = getattr(self, f"_{kind}")()
+            # the first one loads libraries and picks algorithms
             call()
-            torch.cuda.synchronize(self.device)
-            began = time.perf_counter()
-            for _ in range(_CALLS):
-                call()
-            torch.cuda.synchronize(self.device)
-        taken = (time.perf_counter() - began) / _CALLS
+            taken = steady_seconds(partial(self._window, call))
         # it holds the operands
         del call
         torch.cuda.empty_cache()
         return done, taken
+
+    def _window(self, call: Callable[[], Any], calls: int) -> float:
+        """Seconds of `calls` calls; by the card's clock, since the host's counts the way there."""
+        if self.device.type != "cuda":
+            began = time.perf_counter()
+            for _ in range(calls):
+                call()
+            return time.perf_counter() - began
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(self.device)
+        with torch.cuda.device(self.device):
+            start.record()
+            for _ in range(calls):
+                call()
+            end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device=self.device, dtype=torch.float16)

@@ -170,6 +170,8 @@ def hold_models(executor: Executor) -> Callable[[], None]:
 def _phase_of(name: str) -> str:
     if name.startswith("text_encoder") or name == "image_encoder":
         return "text"
+    if name.startswith("adapter"):
+        return "encode"
     return {"safety_checker": "decode", "refiner": "refine"}.get(name, "denoise")
 
 

@@ -12,14 +12,17 @@ from typing import Any
 
 from sdx_accel.errors import CheckpointError
 from sdx_accel.runtime.adapter_twins import add_adapters, read_adapters
+from sdx_accel.runtime.denoisers import denoiser_name, latent_side
 from sdx_accel.runtime.descriptions import ComponentDescription, ModelDescription, jsonable
 from sdx_accel.runtime.pipeline_parts import pipeline_models
+from sdx_accel.runtime.shipped import name_of
 
 __all__ = [
     "check_values",
     "component_class",
     "default_size",
     "describe_pipeline",
+    "in_fp32",
     "meta_component",
     "public_config",
 ]
@@ -27,8 +30,8 @@ __all__ = [
 # a description may come from a downloaded file: nothing else is ever imported because of it
 LIBRARIES = ("diffusers", "transformers")
 _FALLBACK_SIZE = 512
-# what CLIP text encoders are run with
-_PROMPT_TOKENS = 77
+# start, end and a few words; CLIP has room for 77 tokens, the demo model's encoders for 24
+_FEWEST_TOKENS, _USUAL_TOKENS = 8, 77
 
 
 def component_class(component: ComponentDescription) -> Any:
@@ -64,12 +67,14 @@ def check_values(component: ComponentDescription) -> None:
         value = component.config.get(key, 1)
         if type(value) is not int or value < 1:
             raise _senseless(component, key, "a whole number above 0")
-    room = component.config.get("max_position_embeddings", _PROMPT_TOKENS)
+    room = component.config.get("max_position_embeddings", _USUAL_TOKENS)
     if component.class_name.startswith("CLIPText") and (
-        type(room) is not int or room < _PROMPT_TOKENS
+        type(room) is not int or room < _FEWEST_TOKENS
     ):
         raise _senseless(
-            component, "max_position_embeddings", f"{_PROMPT_TOKENS}, the tokens of a prompt"
+            component,
+            "max_position_embeddings",
+            f"{_FEWEST_TOKENS} or more, usually {_USUAL_TOKENS}, the tokens of a prompt",
         )
     # latents are divided by it
     value = component.config.get("scaling_factor", 1.0)
@@ -113,8 +118,25 @@ def meta_component(component: ComponentDescription, dtype: str = "float32") -> A
             f"the configuration of {component.name} does not fit {component.class_name}: {text}"
         ) from error
     add_adapters(module, component.adapters)
+    kept = (
+        []
+        if dtype != "float16"
+        else [p for n, p in module.named_parameters() if in_fp32(module, n)]
+    )
     # diffusers' own .to() prints a warning about mixed dtypes that does not apply without weights
-    return torch.nn.Module.to(module, getattr(torch, dtype)).eval()
+    torch.nn.Module.to(module, getattr(torch, dtype))
+    for parameter in kept:
+        parameter.data = parameter.data.float()
+    return module.eval()
+
+
+def in_fp32(module: Any, name: str) -> bool:
+    """Whether a parameter stays in fp32 when the model is loaded in fp16, where it overflows.
+
+    T5's `wo` does: 1.9 GiB more for the encoder of SD 3.
+    """
+    kept = getattr(type(module), "_keep_in_fp32_modules", None) or ()
+    return any(part in kept for part in name.split("."))
 
 
 def public_config(config: Any) -> dict[str, Any]:
@@ -132,8 +154,8 @@ def default_size(components: Mapping[str, ComponentDescription]) -> tuple[int, i
 
     512 × 512 where the configurations do not say.
     """
-    denoiser = components.get("unet") or components.get("transformer")
-    sample = denoiser.config.get("sample_size") if denoiser else None
+    denoiser = components.get(denoiser_name(components) or "")
+    sample = latent_side(denoiser)
     if sample is None:
         return _FALLBACK_SIZE, _FALLBACK_SIZE
     factor = 8
@@ -179,7 +201,7 @@ def describe_pipeline(pipe: Any) -> ModelDescription:
     height, width = default_size(components)
     scheduler = getattr(pipe, "scheduler", None)
     return ModelDescription(
-        source=str(getattr(pipe.config, "_name_or_path", None) or type(pipe).__name__),
+        source=name_of(str(getattr(pipe.config, "_name_or_path", None) or type(pipe).__name__)),
         pipeline_class=type(pipe).__name__,
         components=components,
         default_dtype=dtypes[main] if main else next(iter(dtypes.values()), "float16"),

@@ -12,15 +12,27 @@ from typing import Any
 import torch
 
 from sdx_accel.runtime.adapter_twins import STANDARD, ip_projections
+from sdx_accel.runtime.denoisers import LONG_TEXT, transformer_of, vae_factor
 from sdx_accel.runtime.descriptions import ComponentDescription, ModelDescription, jsonable
 from sdx_accel.runtime.meta_models import meta_component
+from sdx_accel.runtime.t2i_adapters import (
+    adapter_call,
+    adapter_names,
+    features_of,
+    pictures_of,
+)
+from sdx_accel.runtime.transformer_calls import transformer_call
 from sdx_patches.vae import disable_bands, enable_bands
+from sdx_patches.vae_tiles import disable_tiles, enable_tiles
 
 __all__ = ["Job", "PhaseCall", "phase_call", "set_bands", "set_tiling", "twin", "vae_dtype"]
 
+# of a prompt; encoders with less room are given fewer, what the UNet reads is planned with all
 TOKENS = 77
 # numbers of original size, crop and target size; a refiner has one score in place of the target
 TIME_IDS, REFINER_IDS = 6, 5
+# what a UNet calls the features of T2I-Adapters
+_FEATURES = "down_intrablock_additional_residuals"
 
 
 @dataclass(frozen=True)
@@ -32,9 +44,12 @@ class Job:
         batch: pictures computed at once.
         guided: whether the denoiser runs on two predictions a picture (guidance above 1).
         encode: whether a picture goes through the VAE's encoder first.
-        tile: edge in pixels of the VAE's tiles, None for the whole picture at once.
+        tile: largest edge in pixels of the VAE's tiles, None for the whole picture at once.
         bands: "fast" or "low" for a VAE that works in bands of rows; None = it does not.
         text_kv: whether the text's keys and values may be kept over the steps.
+        tokens: length of the text that a T5 encoder reads; None = as the pipeline has it, or none.
+        stock_tiles: whether the tiles are those of diffusers' own loop, which a user has switched
+            on; ours are of one size.
     """
 
     height: int
@@ -45,6 +60,8 @@ class Job:
     tile: int | None = None
     bands: str | None = None
     text_kv: bool = False
+    tokens: int | None = None
+    stock_tiles: bool = False
 
 
 #: the computation, its modules, the tensors that live through it, bytes of weights cast for it
@@ -64,7 +81,7 @@ def phase_call(
     """
     build = {
         "text": _text,
-        "encode": _vae,
+        "encode": _encode,
         "denoise": _denoise,
         "refine": _refine,
         "decode": _vae,
@@ -98,17 +115,34 @@ def _empty(*shape: int, dtype: str) -> torch.Tensor:
 
 
 def _text(description: ModelDescription, job: Job, dtypes: Mapping[str, str]) -> PhaseCall:
-    encoders = [
-        twin(description, name, dtypes[name])
-        for name in description.components
-        if name.startswith("text_encoder")
+    names = [name for name in description.components if name.startswith("text_encoder")]
+    encoders = [twin(description, name, dtypes[name]) for name in names]
+    long = [description.components[name].class_name == LONG_TEXT for name in names]
+    # a longer prompt than the positions of the encoder is an error, also without weights
+    lengths = [
+        (job.tokens or TOKENS)
+        if is_long
+        else min(TOKENS, getattr(encoder.config, "max_position_embeddings", TOKENS))
+        for encoder, is_long in zip(encoders, long, strict=True)
     ]
-    ids = torch.empty((job.batch, TOKENS), dtype=torch.long, device="meta")
+    ids = torch.empty((job.batch, max(lengths, default=0)), dtype=torch.long, device="meta")
+    masks: dict[str, torch.Tensor] = {}
+    if "PixArt" in description.pipeline_class:
+        # its texts end where the prompt does; of a mask without values, transformers asks whether
+        # it is needed, unless it has been made into one of scores
+        masks["attention_mask"] = _empty(
+            job.batch, 1, *(lengths[:1] * 2), dtype=dtypes["text_encoder"]
+        )
 
     images, look = _image_encoder(description, job, dtypes)
 
     def call() -> Any:
-        texts = [e(ids, output_hidden_states=True) for e in encoders for _ in range(1 + job.guided)]
+        texts = [
+            # of a long text, pipelines take the last state only
+            encoder(ids[:, :length], output_hidden_states=not is_long, **masks)
+            for encoder, length, is_long in zip(encoders, lengths, long, strict=True)
+            for _ in range(1 + job.guided)
+        ]
         return texts, look()
 
     return call, [*encoders, *images], [ids], []
@@ -158,8 +192,8 @@ def _image_embeds(description: ModelDescription, batch: int, dtype: str) -> list
 
 
 def _latent_shape(description: ModelDescription, job: Job) -> tuple[int, int]:
-    levels = len(description.components["vae"].config.get("block_out_channels", [0] * 4))
-    return job.height >> (levels - 1), job.width >> (levels - 1)
+    factor = vae_factor(description.components)
+    return job.height // factor, job.width // factor
 
 
 def _refine(description: ModelDescription, job: Job, dtypes: Mapping[str, str]) -> PhaseCall:
@@ -173,6 +207,11 @@ def _refine(description: ModelDescription, job: Job, dtypes: Mapping[str, str]) 
 def _denoise(
     description: ModelDescription, job: Job, dtypes: Mapping[str, str], ids: int = TIME_IDS
 ) -> PhaseCall:
+    if (known := transformer_of(description.components)) is not None:
+        model = twin(description, "transformer", dtypes["transformer"])
+        latents = _latent_shape(description, job)
+        predict, living = transformer_call(model, job, latents, known.joined_tokens)
+        return predict, [model], living, []
     unet = twin(description, "unet", dtypes["unet"])
     dtype, batch = dtypes["unet"], job.batch * (1 + job.guided)
     sample = _empty(batch, unet.config.in_channels, *_latent_shape(description, job), dtype=dtype)
@@ -194,6 +233,7 @@ def _denoise(
     inner = unet.config.time_cond_proj_dim
     strength = None if inner is None else _empty(batch, inner, dtype=dtype)
     step = torch.empty((), device="meta")
+    features, seen = _adapters(description, job, dtypes)[1:]
     control, nets, pictures = _controlnets(description, job, dtypes)
     # a pipeline holds the last step's residuals until the ControlNet has made new ones
     guides: dict[str, Any] = {}
@@ -202,6 +242,8 @@ def _denoise(
         # the pipeline doubles the latents, predicts, then mixes the two halves
         doubled = torch.cat([sample[: job.batch]] * (1 + job.guided)) if job.guided else sample
         guides.update(control(doubled, step, context, added))
+        # the UNet takes the features out of this list as it adds them
+        levels = {_FEATURES: [feature.clone() for feature in features]} if features else {}
         noise = unet(
             doubled,
             step,
@@ -210,10 +252,30 @@ def _denoise(
             added_cond_kwargs=added,
             return_dict=False,
             **guides,
+            **levels,
         )[0]
         return noise + noise
 
-    return call, [unet, *nets], [sample, context, *pictures, *prompts], []
+    living = [sample, context, *pictures, *prompts, *features, *seen]
+    return call, [unet, *nets], living, []
+
+
+def _adapters(
+    description: ModelDescription, job: Job, dtypes: Mapping[str, str]
+) -> tuple[list[torch.nn.Module], list[torch.Tensor], list[torch.Tensor]]:
+    """(the T2I-Adapters, their features, the pictures that they have looked at)."""
+    names = adapter_names(description.components)
+    nets = [twin(description, name, dtypes[name]) for name in names]
+    pictures = pictures_of(nets, (job.height, job.width), job.batch)
+    return nets, features_of(nets, pictures, job.guided), pictures
+
+
+def _encode(description: ModelDescription, job: Job, dtypes: Mapping[str, str]) -> PhaseCall:
+    """What is made of given pictures before the loop: latents, or an adapter's features."""
+    nets, _, pictures = _adapters(description, job, dtypes)
+    if not nets:
+        return _vae(description, job, dtypes)
+    return adapter_call(nets, pictures, job.guided), nets, pictures, []
 
 
 def _controlnets(
@@ -257,10 +319,11 @@ def _vae(description: ModelDescription, job: Job, dtypes: Mapping[str, str]) -> 
     dtype = vae_dtype(description, dtypes)
     vae = twin(description, "vae", dtype)
     # the module is shared between traces: tiling and bands are set either way
-    if job.tile:
-        set_tiling(vae, job.tile)
-    else:
-        vae.disable_tiling()
+    set_tiling(vae, None if job.stock_tiles else job.tile)
+    vae.use_tiling = job.tile is not None
+    if job.tile and job.stock_tiles:
+        vae.tile_sample_min_size = job.tile
+        vae.tile_latent_min_size = job.tile // vae_factor(description.components)
     set_bands(vae, job.bands)
     latents = vae.config.latent_channels
     height, width = _latent_shape(description, job)
@@ -279,7 +342,9 @@ def _vae(description: ModelDescription, job: Job, dtypes: Mapping[str, str]) -> 
         carried = [p.numel() * p.element_size() for p in vae.parameters()]
     if job.encode:
         return encode, [vae], [_picture], carried
-    return decode, [vae], [_latent], carried
+    # the pipeline's call holds them to its end
+    _, features, pictures = _adapters(description, job, dtypes)
+    return decode, [vae], [_latent, *features, *pictures], carried
 
 
 def set_bands(vae: Any, bands: str | None) -> None:
@@ -290,8 +355,9 @@ def set_bands(vae: Any, bands: str | None) -> None:
         enable_bands(vae, low=bands == "low")
 
 
-def set_tiling(vae: Any, tile: int) -> None:
-    """Classic tiling with a tile of `tile` pixels: diffusers' own default is the whole picture."""
-    vae.enable_tiling()
-    vae.tile_sample_min_size = tile
-    vae.tile_latent_min_size = tile >> (len(vae.config.block_out_channels) - 1)
+def set_tiling(vae: Any, tile: int | None) -> None:
+    """Have the VAE work in equal tiles of at most `tile` pixels, or as it did before."""
+    if tile is None:
+        disable_tiles(vae)
+    else:
+        enable_tiles(vae, tile)

@@ -14,9 +14,12 @@ from sdx_accel.budget.profile import JobProfile
 from sdx_accel.budget.search import make_plan
 from sdx_accel.budget.units import GIB, VramRequest
 from sdx_accel.errors import RefusedError, SizeError
-from sdx_accel.runtime.descriptions import ModelDescription
+from sdx_accel.runtime.denoisers import latent_side, size_limit, size_step
+from sdx_accel.runtime.descriptions import ComponentDescription, ModelDescription
 from sdx_accel.runtime.phase_calls import twin
 from sdx_accel.runtime.profiler import TILES, Job, profile_job
+from sdx_accel.runtime.t2i_adapters import adapter_names
+from sdx_accel.runtime.transformer_jobs import transformer_job
 from sdx_patches.vae import unsupported
 
 __all__ = ["QUALITIES", "check_quality", "job_of_call", "plan_job"]
@@ -24,6 +27,9 @@ __all__ = ["QUALITIES", "check_quality", "job_of_call", "plan_job"]
 QUALITIES = ("exact", "near")
 # what a picture is taken to need where two plans are compared: the pipelines' defaults are 20 to 50
 STEPS = 20
+# what a decode in bands has to spare before it is spoken of: 45 ms at 12 GB/s, and at 1024² it
+# takes up to 25 ms longer than a whole one (H200, fp16)
+WORTH_GIB = 0.5
 
 
 def check_quality(quality: str) -> None:
@@ -57,7 +63,7 @@ def plan_job(
         machine: the card.
         request: the budget as asked.
         quality: "exact" or "near"; only "near" may tile the VAE. In both it works in bands of rows
-            where it does not fit as a whole.
+            where it does not fit as a whole, in "near" also where that moves less.
         modules: live models, whose weights are then counted as they are.
         notes: sentences to print with the plan.
         floors: bytes by phase that it was seen to take above its prediction.
@@ -82,13 +88,18 @@ def plan_job(
             profiles[changed] = profile_job(description, changed, dtypes, modules)
         return make_plan(profiles[changed], machine, budget, notes=notes, floors=floors, ram=ram)
 
+    def works_in_bands(whole: Plan) -> bool:
+        binds = whole.binding_phase in ("encode", "decode")
+        return binds and _bands_work(description, dtypes, modules)
+
     def choose(budget: int) -> Plan:
         best = attempt(job, budget)
         if job.tile or job.bands:
             return best
-        binds = best.binding_phase in ("encode", "decode")
-        if binds and _bands_work(description, dtypes, modules):
-            best = _with_bands(best, lambda bands: attempt(replace(job, bands=bands), budget))
+        if works_in_bands(best):
+            best = _with_bands(
+                best, lambda bands: attempt(replace(job, bands=bands), budget), quality
+            )
         if quality == "exact":
             return best
         tiles = [t for t in TILES if t < max(job.height, job.width)]
@@ -103,7 +114,11 @@ def plan_job(
         return _with_floor(best, attempt(replace(job, tile=tiles[-1]), budget)) if tiles else best
 
     best = choose(budget)
-    return replace(best, advice=advice(choose, best))
+    words = advice(choose, best)
+    whole = attempt(job, budget)
+    if best.feasible and best.job == whole.job and not job.bands and works_in_bands(whole):
+        words += _near_gain(best, attempt(replace(job, bands="low"), budget))
+    return replace(best, advice=words)
 
 
 def _bands_work(
@@ -116,15 +131,29 @@ def _bands_work(
     return not unsupported(getattr(vae, "_orig_mod", vae))
 
 
-def _with_bands(whole: Plan, attempt: Callable[[str], Plan]) -> Plan:
+def _with_bands(whole: Plan, attempt: Callable[[str], Plan], quality: str) -> Plan:
     """The whole decode where it fits, else bands; the smallest budget is that of bands.
 
-    Bands change the last bits of the picture, so while the whole decode fits, with weights moved
-    out for it if need be, it is kept.
+    Bands change the last bits of the picture, so in `exact` the whole decode is kept while it
+    fits, with weights moved out for it if need be: a picture has the same bits at every budget
+    from there on, though at the first of them it moves more than bands did. In `near` what moves
+    less is taken.
     """
     low = attempt("low")
-    best = whole if whole.feasible else min(attempt("fast"), low, whole, key=_rank)
+    keep = whole.feasible and (quality == "exact" or not whole.moved_gib_per_picture)
+    best = whole if keep else min(whole, attempt("fast"), low, key=_rank)
     return _with_floor(best, low)
+
+
+def _near_gain(whole: Plan, low: Plan) -> tuple[str, ...]:
+    """What `near` would spare a plan that moves weights out for a whole decode."""
+    spared = whole.moved_gib_per_picture - low.moved_gib_per_picture
+    if not low.feasible or _rank(low) >= _rank(whole) or spared < WORTH_GIB:
+        return ()
+    return (
+        f"quality near: at least {spared:.2f} GiB less to move for each new prompt (the decode in "
+        "bands of rows or tiles)",
+    )
 
 
 def _with_floor(plan: Plan, other: Plan) -> Plan:
@@ -137,8 +166,7 @@ def _with_floor(plan: Plan, other: Plan) -> Plan:
 
 
 def _check_job(description: ModelDescription, job: Job) -> None:
-    levels = description.components["vae"].config.get("block_out_channels") or [0] * 4
-    multiple = 2 ** (len(levels) - 1)
+    multiple, most = size_step(description.components), size_limit(description.components)
     for name, pixels in (("height", job.height), ("width", job.width)):
         if pixels < multiple or pixels % multiple:
             below = max(pixels // multiple, 1) * multiple
@@ -147,16 +175,21 @@ def _check_job(description: ModelDescription, job: Job) -> None:
                 f"{name} {pixels} is none that this model can do: it has to be a multiple of "
                 f"{multiple}; the nearest: {nearest}"
             )
+        if most is not None and pixels > most:
+            raise SizeError(
+                f"{name} {pixels} is more than this model can do: its positions end at {most}"
+            )
     if job.batch < 1:
         raise RefusedError(f"a batch of {job.batch} pictures: at least 1 is needed")
 
 
-def _rank(plan: Plan) -> tuple[bool, float]:
-    # where nothing fits, the reader wants the smallest budget that any choice works with
+def _rank(plan: Plan) -> tuple[bool, float, float]:
+    # where nothing fits, the reader wants the smallest budget that any choice works with; that
+    # figure is rounded, the peak of a plan that does not fit is not
     if not plan.feasible:
-        return True, plan.smallest_budget_gib
+        return True, plan.smallest_budget_gib, plan.predicted_peak_gib
     moving = plan.moved_gib_per_picture * GIB / plan.machine.link_bytes_per_s
-    return False, moving + STEPS * plan.seconds_per_step
+    return False, moving + STEPS * plan.seconds_per_step, 0.0
 
 
 def _first_size(picture: Any) -> tuple[int, int] | None:
@@ -180,7 +213,12 @@ def _is_latents(picture: Any, unet_config: Any) -> bool:
 
 
 def job_of_call(
-    pipe_class: type, unet_config: Any, scale: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    pipe_class: type,
+    unet_config: Any,
+    scale: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    components: Mapping[str, ComponentDescription] | None = None,
 ) -> Job:
     """What a pipeline call will compute.
 
@@ -189,23 +227,28 @@ def job_of_call(
         unet_config: the denoiser's configuration.
         scale: pixels a latent, usually 8.
         args, kwargs: the call's arguments, without `self`.
+        components: the pipeline's models, which tell what a transformer's pipeline does otherwise.
     """
     signature = inspect.signature(pipe_class.__call__)
     bound = signature.bind_partial(None, *args, **kwargs)
     bound.apply_defaults()
     values = bound.arguments
-    size = unet_config.sample_size
+    transformer = (components or {}).get("transformer")
+    size = unet_config.sample_size if transformer is None else latent_side(transformer)
     rows, columns = size if isinstance(size, (tuple, list)) else (size, size)
     picture = values.get("image")
     width, height = values.get("width"), values.get("height")
     guide = values.get("control_image")
-    if "ControlNet" in pipe_class.__name__ and "control_image" not in signature.parameters:
-        # what these call `image` is only looked at by the ControlNet
+    looking = any(name in pipe_class.__name__ for name in ("ControlNet", "Adapter"))
+    if looking and "control_image" not in signature.parameters:
+        # what these call `image` is only looked at by the ControlNet or the adapter
         picture, guide = None, picture
     from_picture = _first_size(guide if picture is None else picture)
     follows = guide is not None or "height" not in signature.parameters
     if from_picture and follows and (height is None or width is None):
-        width, height = (n // scale * scale for n in from_picture)
+        # a T2I-Adapter's pipeline rounds down to what the adapter divides
+        step = size_step(components) if components and adapter_names(components) else scale
+        width, height = (n // step * step for n in from_picture)
     encode = picture is not None
     given = values.get("latents")
     given = picture if given is None and _is_latents(picture, unet_config) else given
@@ -222,10 +265,11 @@ def job_of_call(
     guided = guidance is None or guidance > 1
     if getattr(unet_config, "time_cond_proj_dim", None) is not None:
         guided = False
-    return Job(
+    job = Job(
         height=rows * scale if height is None else height,
         width=columns * scale if width is None else width,
         batch=batch * (values.get("num_images_per_prompt") or 1),
         guided=guided,
         encode=encode,
     )
+    return transformer_job(job, values, components or {})

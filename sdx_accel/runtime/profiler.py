@@ -12,13 +12,22 @@ from sdx_accel.budget.allocator import Event
 from sdx_accel.budget.profile import PHASES, Component, JobProfile, PhaseProfile, Unit
 from sdx_accel.errors import CheckpointError, RefusedError, SdxError
 from sdx_accel.runtime import trace
+from sdx_accel.runtime.denoisers import (
+    DENOISERS,
+    guidance_of,
+    long_tokens,
+    refuse_unknown_denoiser,
+    vae_factor,
+)
 from sdx_accel.runtime.descriptions import ModelDescription
 from sdx_accel.runtime.folder_loading import first_line
 from sdx_accel.runtime.meta_models import component_class
 from sdx_accel.runtime.phase_calls import TOKENS, Job, phase_call, twin, vae_dtype
 from sdx_accel.runtime.stream_order import Layout, Order, UnitTrace, is_compiled, layout, remember
+from sdx_accel.runtime.t2i_adapters import ADAPTER, adapter_names
 from sdx_accel.runtime.weights import unit_bytes
 from sdx_patches.text_kv import text_projections
+from sdx_patches.vae_tiles import equal_spans
 
 __all__ = ["Job", "profile_job"]
 
@@ -28,7 +37,9 @@ _DENOISERS = {
     "controlnet": "ControlNetModel",
     "refiner": "UNet2DConditionModel",
 }
-# sizes that the tile search of quality "near" tries, largest first, in pixels
+# the autoencoder that can be run in tiles of one size
+_EQUAL_TILES = "AutoencoderKL"
+# largest edges that the tile search of quality "near" tries, largest first, in pixels
 TILES = (1536, 1024, 768, 512, 384)
 
 
@@ -62,6 +73,12 @@ def profile_job(
     """
     for name in modules or ():
         _refuse_unknown(description, name)
+    if "transformer" in description.components:
+        refuse_unknown_denoiser(description, (_DENOISERS["unet"],))
+        job = replace(job, tokens=job.tokens or long_tokens(description))
+    if adapter_names(description.components):
+        # their pipelines encode no picture
+        job = replace(job, encode=False)
     kinds = {name: _phases_of(name, description, job) for name in description.components}
     used = [p for p in PHASES if any(p in phases for phases in kinds.values())]
     traced = {p: _trace(p, description, job, dtypes) for p in used}
@@ -71,15 +88,15 @@ def profile_job(
         for name, used_in in kinds.items()
         if used_in
     ]
-    phases = tuple(_phase(p, traced[p], description, dtypes) for p in used)
+    phases = tuple(_phase(p, traced[p], description, dtypes, kinds["vae"]) for p in used)
     return JobProfile(
         model=description.source,
         job=asdict(job),
         numerics={
             **{c.name: dtypes[c.name] for c in components},
             "vae_compute": vae_dtype(description, dtypes),
-            "vae_mode": _vae_mode(job),
-            "guidance": "batched" if job.guided else "off",
+            "vae_mode": _vae_mode(description, job),
+            "guidance": guidance_of(description, job.guided),
         },
         components=tuple(components),
         phases=phases,
@@ -98,9 +115,14 @@ def _refuse_unknown(description: ModelDescription, name: str) -> None:
         ) from None
 
 
-def _vae_mode(job: Job) -> str:
-    if job.tile:
+def _vae_mode(description: ModelDescription, job: Job) -> str:
+    if job.tile and (job.stock_tiles or description.components["vae"].class_name != _EQUAL_TILES):
         return f"tiles of {job.tile} px"
+    if job.tile:
+        factor = vae_factor(description.components)
+        sides = (equal_spans(n // factor, job.tile // factor) for n in (job.width, job.height))
+        width, height = (spans[0][1] * factor for spans in sides)
+        return f"equal tiles of {width} × {height} px"
     return "whole picture" if job.bands is None else f"bands of rows ({job.bands})"
 
 
@@ -119,7 +141,8 @@ def _component(
     if is_compiled(module):
         # nobody sees its units run
         order = ()
-    text = text_projections(module) if job.text_kv and name == "unet" and order else []
+    reads = name == "unet" or name.startswith("controlnet")
+    text = text_projections(module) if job.text_kv and reads and order else []
     if live is None:
         found = _twin_layout(name, module, order, tuple(text))
     else:
@@ -157,6 +180,10 @@ def _phases_of(name: str, description: ModelDescription, job: Job) -> tuple[str,
         return ("decode",)
     if name == "vae":
         return ("encode", "decode") if job.encode else ("decode",)
+    if name == "transformer":
+        return ("denoise",)
+    if description.components[name].class_name == ADAPTER:
+        return ("encode",)
     traced = next((kind for start, kind in _DENOISERS.items() if name.startswith(start)), None)
     if traced is not None:
         kind = description.components[name].class_name
@@ -182,10 +209,14 @@ def _trace(
 
 
 def _phase(
-    phase: str, traced: _Traced, description: ModelDescription, dtypes: Mapping[str, str]
+    phase: str,
+    traced: _Traced,
+    description: ModelDescription,
+    dtypes: Mapping[str, str],
+    vae_phases: tuple[str, ...],
 ) -> PhaseProfile:
     upcast = vae_dtype(description, dtypes) != dtypes["vae"]
-    carries = ("vae",) if phase in ("encode", "decode") and upcast else ()
+    carries = ("vae",) if phase in vae_phases and upcast else ()
     return PhaseProfile(phase, traced.events, traced.curve, carries)
 
 
@@ -195,12 +226,12 @@ def _relevant_parts(phase: str, description: ModelDescription) -> ModelDescripti
     prompted = ("image_encoder", "unet") if "image_encoder" in description.components else ()
     starts = {
         "text": ("text_encoder", *prompted),
-        "denoise": ("unet", "controlnet", "vae", "image_encoder"),
+        "denoise": (*DENOISERS, "controlnet", "vae", "image_encoder", "adapter"),
         "refine": ("refiner", "vae"),
-        "encode": ("vae",),
-        "decode": ("vae",),
+        "encode": ("vae", "adapter"),
+        "decode": ("vae", "adapter"),
     }[phase]
-    family = "XL" if "XL" in description.pipeline_class else ""
+    family = next((name for name in ("XL", "PixArt") if name in description.pipeline_class), "")
     parts = {name: c for name, c in description.components.items() if name.startswith(starts)}
     return ModelDescription("", family, parts, "", 0, 0, ("", {}))
 
@@ -208,16 +239,19 @@ def _relevant_parts(phase: str, description: ModelDescription) -> ModelDescripti
 def _relevant(phase: str, job: Job) -> Job:
     """The job with everything neutral that the phase does not see, so that traces are reused."""
     if phase == "text":
-        return Job(0, 0, job.batch, job.guided)
+        return Job(0, 0, job.batch, job.guided, tokens=job.tokens)
     if phase in ("denoise", "refine"):
-        return replace(job, encode=False, tile=None, bands=None, text_kv=False)
-    return replace(job, guided=True, encode=phase == "encode", text_kv=False)
+        return replace(job, encode=False, tile=None, bands=None, text_kv=False, stock_tiles=False)
+    return replace(job, guided=True, encode=phase == "encode", text_kv=False, tokens=None)
 
 
 @lru_cache(maxsize=64)
 def _traced(phase: str, text: str, job: Job, dtype_items: tuple[tuple[str, str], ...]) -> _Traced:
     description = ModelDescription.from_dict(json.loads(text))
     dtypes = dict(dtype_items)
+    # a transformer leaves nothing to its next step: at three sizes each, SD 3, Flux and PixArt
+    # reserve the same to the MiB in one step, two and three, and a step of Flux takes 1 s to trace
+    twice = phase in ("denoise", "refine") and "transformer" not in description.components
     try:
         call, modules, inputs, carried = phase_call(phase, description, job, dtypes)
         fixed = [t for m in modules for t in (*m.parameters(), *m.buffers())]
@@ -227,7 +261,7 @@ def _traced(phase: str, text: str, job: Job, dtype_items: tuple[tuple[str, str],
                 call,
                 fixed=fixed,
                 inputs=inputs,
-                repeat=2 if phase in ("denoise", "refine") else 1,
+                repeat=1 + twice,
                 work=units.count,
             )
     except SdxError:
@@ -245,7 +279,7 @@ def _roots(
     phase: str, description: ModelDescription, modules: Sequence[torch.nn.Module]
 ) -> dict[str, torch.nn.Module]:
     """The models of a `phase_call` by name, as far as their weights can be streamed."""
-    starts = {"text": ("text_encoder",), "denoise": ("unet",), "refine": ("refiner",)}
+    starts = {"text": ("text_encoder",), "denoise": DENOISERS, "refine": ("refiner",)}
     later = {"text": "image_encoder", "denoise": "controlnet"}
     names = [name for name in description.components if name.startswith(starts.get(phase, ()))]
     if phase in later:

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PromptCache"]
 
-# transformers gathers hidden states with hooks that it leaves on the layers
-_OWN_HOOKS = ("sdx_accel.", "transformers.")
+# transformers gathers hidden states with hooks that it leaves on the layers; of the patches one
+# notes whether a call was compiled
+_OWN_HOOKS = ("sdx_accel.", "sdx_patches.", "transformers.")
 _PLAIN = (str, int, float, bool, type(None), torch.device, torch.dtype)
 
 

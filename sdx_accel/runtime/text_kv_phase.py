@@ -1,10 +1,11 @@
 """Fills the kept keys and values of the text before a denoise, and drops them when they are stale.
 
-Knows when a denoiser is called and with which text; what is kept, and when it may be given back,
-is `sdx_patches.text_kv`'s.
+Knows when a UNet or a ControlNet is called and with which text; what is kept, and when it may be
+given back, is `sdx_patches.text_kv`'s.
 """
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TextKVPhase"]
 
-_UNET, _PHASE = "unet", "denoise"
+_PHASE = "denoise"
 
 
 class TextKVPhase:
@@ -30,76 +31,98 @@ class TextKVPhase:
         executor: holds the models.
 
     Attributes:
-        kv: what is kept now, or None.
+        kept: what is kept now, by model.
     """
 
     def __init__(self, executor: "Executor") -> None:
         self.executor = executor
-        self.kv: TextKV | None = None
-        self._generation = -1
+        self.kept: dict[str, TextKV] = {}
+        # what `kept` was made for: the weights' generation, and each model's layers that lie apart
+        self._made_for: Any = None
         # weights that gradients may be asked of after the call stay in place until the next one
-        self._open = ExitStack()
-        self._opened = False
+        self._open: dict[str, ExitStack] = {}
+
+    @property
+    def kv(self) -> TextKV | None:
+        """What is kept for the UNet, or None."""
+        return self.kept.get("unet")
 
     def __call__(self, name: str, module: Any, args: Any, kwargs: Any) -> None:
         """A model is about to be called with these arguments."""
         executor = self.executor
         if executor.plan is None or not executor.plan.text_kv:
-            if self.kv is not None:
+            if self.kept:
                 self.close()
             return
-        begins = executor.phase != _PHASE
-        # with a ControlNet the loop begins with the ControlNet, which is given the same text
-        if name != _UNET and not (begins and name.startswith("controlnet")):
+        if name not in self._readers():
             return
+        begins = executor.phase != _PHASE
         text = _text_of(args, kwargs)
         if text is None or torch.compiler.is_compiling():
             return
-        kv = self._current()
+        kept = self._current()
         with_gradients = torch.is_grad_enabled()
         if begins or not with_gradients:
-            self._release_weights()
+            self._release_weights(None if begins else name)
         if with_gradients:
             return
         if begins:
             executor.leave(_PHASE)
-            kv.doubt()
+            for kv in kept.values():
+                kv.doubt()
         if text.device != executor.device:
             text = text.to(executor.device)
-        kv.fill(text, (kwargs.get("cross_attention_kwargs") or {}).get("scale"))
+        scale = (kwargs.get("cross_attention_kwargs") or {}).get("scale")
+        if name in kept:
+            kept[name].fill(text, scale)
+        if begins:
+            # the loop has begun with one of several models, which are given the same text: this is
+            # the time to compute it for the others, while no model is in
+            for other, kv in kept.items():
+                if other != name:
+                    kv.fill(text, scale)
 
     def close(self) -> None:
         """Keep nothing, and leave the layers as they were."""
         self._release_weights()
-        if self.kv is not None:
-            self.kv.remove()
-            self.kv = None
+        for kv in self.kept.values():
+            kv.remove()
+        self.kept, self._made_for = {}, None
 
-    def _current(self) -> TextKV:
-        executor = self.executor
-        if self.kv is None or executor.generation != self._generation:
+    def _readers(self) -> dict[str, tuple[str, ...]]:
+        """By model of the loop, the layers whose weights lie apart, as it was planned."""
+        return {
+            name: order_of(module)[1]
+            for name, module in self.executor.modules.items()
+            if name == "unet" or name.startswith("controlnet")
+        }
+
+    def _current(self) -> dict[str, TextKV]:
+        executor, readers = self.executor, self._readers()
+        made_for = executor.generation, readers
+        if made_for != self._made_for:
             # adapters put other layers into the place of those that are watched
             self.close()
-            unet = executor.modules[_UNET]
-            self.kv = TextKV(unet, self._names(), self._weights)
-            self.kv.install()
-            self._generation = executor.generation
-        return self.kv
+            for name, layers in readers.items():
+                if layers:
+                    kv = TextKV(executor.modules[name], layers, partial(self._weights, name))
+                    kv.install()
+                    self.kept[name] = kv
+            self._made_for = made_for
+        return self.kept
 
-    def _names(self) -> tuple[str, ...]:
-        """The layers whose weights lie apart, as the UNet was planned."""
-        return order_of(self.executor.modules[_UNET])[1]
+    def _weights(self, model: str, layer: str) -> AbstractContextManager[None]:
+        if torch.is_grad_enabled() and model not in self._open:
+            stack = self._open[model] = ExitStack()
+            layers = order_of(self.executor.modules[model])[1]
+            stack.enter_context(self.executor.kv_weights(model, layers))
+        return nullcontext() if model in self._open else self.executor.kv_weights(model, [layer])
 
-    def _weights(self, name: str) -> AbstractContextManager[None]:
-        if torch.is_grad_enabled() and not self._opened:
-            self._open.enter_context(self.executor.kv_weights(_UNET, self._names()))
-            self._opened = True
-        return nullcontext() if self._opened else self.executor.kv_weights(_UNET, [name])
-
-    def _release_weights(self) -> None:
-        if self._opened:
-            self._open.close()
-            self._opened = False
+    def _release_weights(self, model: str | None = None) -> None:
+        """Out with what was left in for gradients, of one model or of all."""
+        for name in [model] if model is not None else list(self._open):
+            if name in self._open:
+                self._open.pop(name).close()
 
 
 def _text_of(args: Any, kwargs: Any) -> torch.Tensor | None:

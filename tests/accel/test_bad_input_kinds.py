@@ -19,7 +19,7 @@ from sdx_accel.errors import RefusedError
 from sdx_accel.runtime.checkpoints import load
 
 Cli = Callable[..., Any]
-SMALL = ("--width", 64, "--height", 64, "--steps", 1)
+SMALL = ("--model", "random:sdxl-tiny", "--width", 64, "--height", 64, "--steps", 1)
 _UNET = "unet/diffusion_pytorch_model.safetensors"
 
 

@@ -19,7 +19,7 @@ from sdx_accel.runtime.checkpoints import ComponentDescription, load
 from sdx_accel.runtime.meta_models import check_values
 
 Cli = Callable[..., Any]
-SMALL = ("--width", 64, "--height", 64, "--steps", 1)
+SMALL = ("--model", "random:sdxl-tiny", "--width", 64, "--height", 64, "--steps", 1)
 # arguments of the host libraries, which nobody can give on a command line
 HOSTS = ("ignore_mismatched_sizes", "low_cpu_mem_usage", "from_pretrained")
 
@@ -206,7 +206,9 @@ def test_very_large_picture_is_made_again_without_a_warning(
 @pytest.mark.parametrize(
     "json_flag", [(), pytest.param(("--json",), marks=pytest.mark.slow)], ids=["text", "json"]
 )
-@pytest.mark.parametrize("kind", ["full", "pipe", "closed"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("full", "closed")), "pipe"]
+)
 def test_stdout_that_goes_away_does_not_hide_the_picture(
     tmp_path: Path, kind: str, json_flag: tuple[str, ...]
 ) -> None:

@@ -1,6 +1,7 @@
 """The planner: held limits, monotone, deterministic, honest about what does not fit."""
 
 import json
+import math
 
 import pytest
 
@@ -185,3 +186,32 @@ def test_the_verb_says_what_host_memory_would_do_case_105(cli):
     assert refused.code == 2
     assert "Use --ram 0.0" in refused.err
     assert "--vram" not in refused.err
+
+
+@pytest.mark.parametrize("gib", [0.7, 0.72, 0.73, 0.75, 0.77])
+def test_a_refusal_agrees_with_its_own_table(gib):
+    plan = sdx_accel.plan("demo", vram=gib, machine=Machine.generic())
+    assert not plan.feasible
+    values = json.loads(plan.to_json())
+    highest = max(values["phases"], key=lambda phase: phase["predicted_peak_gib"])
+    margin = values["margin_gib"]
+    assert margin == 0.0625
+    missing = math.ceil((highest["predicted_peak_gib"] + margin - gib) * 1024 + 0.1)
+    assert plan.shortfall() == (
+        f"{highest['name']} does not fit in {gib:.2f} GiB: it takes "
+        f"{highest['predicted_peak_gib']:.2f} GiB, and 64 MiB stay free for code that the driver "
+        f"loads later: {missing} MiB short; the smallest budget that works is 0.80 GiB"
+    )
+    # what is short is what has to be added, not the next figure that is round
+    assert sdx_accel.plan("demo", vram=gib + missing / 1024, machine=Machine.generic()).feasible
+    less = sdx_accel.plan("demo", vram=gib + (missing - 2) / 1024, machine=Machine.generic())
+    assert not less.feasible
+
+
+@pytest.mark.parametrize("gib", [2, 2.5, 4])
+def test_the_same_of_sdxl_where_phases_stream(sdxl, gib):
+    plan = _plan(sdxl, gib)
+    assert not plan.feasible
+    missing = int(plan.shortfall().split(" MiB short")[0].split()[-1])
+    assert _plan(sdxl, gib + missing / 1024).feasible
+    assert not _plan(sdxl, gib + (missing - 2) / 1024).feasible

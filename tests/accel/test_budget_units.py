@@ -2,7 +2,7 @@
 
 import pytest
 
-from sdx_accel.budget.units import GIB, MIB, ceil_gib, parse_vram
+from sdx_accel.budget.units import GIB, MIB, about, ceil_gib, parse_vram, say_seconds, say_size
 from sdx_accel.errors import RefusedError
 
 
@@ -69,3 +69,28 @@ def test_leaving_more_than_there_is_leaves_nothing():
 def test_ceil_never_rounds_down():
     assert ceil_gib(6.0 * GIB) == 6.0
     assert ceil_gib(6.0 * GIB + 1) == 6.05
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.0, "below 1 ms"),
+        (0.00099, "below 1 ms"),
+        (0.001, "1 ms"),
+        (0.0714, "71.4 ms"),
+        (0.1, "0.1 s"),
+        (0.568703, "0.569 s"),
+        (12.34, "12.3 s"),
+    ],
+)
+def test_times_are_never_zero_for_people(seconds, said):
+    assert say_seconds(seconds) == said
+    assert about(seconds) == (said if said.startswith("below") else f"about {said}")
+
+
+@pytest.mark.parametrize(
+    ("gib", "said"),
+    [(0.0, "0 MiB"), (0.0043, "4 MiB"), (0.0146, "0.01 GiB"), (6.314, "6.31 GiB")],
+)
+def test_small_sizes_are_mebibytes(gib, said):
+    assert say_size(gib) == said

@@ -97,7 +97,8 @@ def test_command_line_says_so_and_saves_a_picture(
 
     pipe.vae.register_to_config(force_upcast=force_upcast)
     monkeypatch.setattr("sdx_accel.runtime.checkpoints.load", lambda *_, **__: pipe)
-    result = cli("generate", "x", "--seed", 1, "--width", 64, "--height", 64, "--vram", 8)
+    line = ("generate", "x", "--model", "random:sdxl-tiny", "--seed", 1)
+    result = cli(*line, "--width", 64, "--height", 64, "--vram", 8)
     assert result.code == 0, result.err
     assert ("done again in float32" in result.err) is not force_upcast
     with Image.open(result.paths[0]) as picture:

@@ -55,7 +55,7 @@ def test_a_prompt_is_all_it_takes(cli: Cli, tmp_path: Path) -> None:
     assert path.parent == Path("outputs")
     assert pixels(path).shape == (128, 128, 3)
     assert pixels(path).std() > 5
-    assert "no model given: random:sdxl-tiny" in result.err
+    assert "no model given: demo" in result.err
     assert result.err.count("no model given") == 1
     for wanted in ("plan", "seed", "s/step", "denoise: predicted", "not measured on the CPU"):
         assert wanted in result.out

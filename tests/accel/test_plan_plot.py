@@ -1,6 +1,7 @@
-"""`plan --plot`: what the picture shows, and what happens where it cannot be drawn."""
+"""`plan --plot`, `generate --plot`: what the drawing shows, and where it cannot be made."""
 
 import importlib
+import json
 import struct
 import sys
 from collections.abc import Callable
@@ -11,13 +12,17 @@ from typing import Any
 import pytest
 
 import sdx_accel
+from sdx_accel.api import Report
 from sdx_accel.budget.machine import Machine
 from sdx_accel.budget.plan import Phase, Plan
-from sdx_accel.cli.plot import plot_plan
-from sdx_accel.errors import RefusedError
+from sdx_accel.cli.pictures_out import Destination
+from sdx_accel.cli.plot import open_plot, save_plot
+from sdx_accel.errors import PictureError, RefusedError, WorkError
 from sdx_accel.runtime.enforce import PhaseRecord
+from sdx_accel.runtime.plot import plot_plan
 
 Cli = Callable[..., Any]
+TINY = ("--model", "random:sdxl-tiny", "--width", 64, "--height", 64)
 
 
 def _plan() -> Plan:
@@ -113,26 +118,154 @@ def test_what_cannot_be_written_is_refused(drawn: list[Any], tmp_path: Path) -> 
 
 
 def test_the_verb_draws(cli: Cli, drawn: list[Any], tmp_path: Path) -> None:
-    result = cli("plan", "--vram", 8, "--width", 64, "--height", 64, "--plot", "p.png")
-    assert result.code == 0
-    assert (tmp_path / "p.png").is_file()
+    line = ("plan", "--vram", 8, *TINY, "--plot", "p.png")
+    result = cli(*line)
+    assert result.code == 0, result.err
+    assert result.out.splitlines()[-1] == "drawn: p.png"
     assert "predicted peak" in result.out
     assert len(drawn) == 1
+    # as pictures do: what is there stays, unless it may be replaced
+    first = (tmp_path / "p.png").read_bytes()
+    (tmp_path / "p.png").write_bytes(b"mine")
+    again = cli(*line, "--json")
+    assert (tmp_path / "p.png").read_bytes() == b"mine"
+    assert "drawn: p-2.png" in again.err
+    assert again.out.count("\n") == 1
+    assert "drawn: p.png" in cli(*line, "--overwrite").out
+    assert (tmp_path / "p.png").read_bytes()[:8] == first[:8]
+    assert {path.name for path in tmp_path.iterdir()} == {"p.png", "p-2.png"}
 
 
-def test_without_matplotlib_the_extra_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("planned although the picture cannot be drawn")
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run on the CPU whose phases are measured all the same, 1 GiB below their predictions."""
 
-    monkeypatch.setattr(sdx_accel, "plan", never)
+    class Measured(PhaseRecord):
+        def __init__(self, name: str, predicted: float, seen: float | None) -> None:
+            super().__init__(name, predicted, predicted - 1.0)
+
+    monkeypatch.setattr("sdx_accel.runtime.executor.PhaseRecord", Measured)
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_run_draws_what_it_measured(cli: Cli, drawn: list[Any], tmp_path: Path) -> None:
+    line = ("generate", "a cat", *TINY, "--steps", 1, "--seed", 1, "--plot", "r.svg")
+    result = cli(*line, "--json")
+    assert result.code == 0, result.err
+    values = json.loads(result.out)
+    assert values["plot"] == "r.svg"
+    (axes,) = drawn[-1].axes
+    lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    peaks = [phase["predicted_peak_gib"] for phase in values["report"]["phases"]]
+    assert lines["measured peak"] == pytest.approx([peak - 1.0 for peak in peaks])
+    assert len(peaks) == 3
+    # as the user calls it, not as the loaded pipeline does
+    assert axes.get_title().startswith("random:sdxl-tiny, 64 × 64 px")
+    assert b"measured peak" in (tmp_path / "r.svg").read_bytes()
+    # the same line is one of plan's
+    assert cli("plan", *line[1:]).code == 0
+    assert "measured peak" not in {line.get_label() for line in drawn[-1].axes[0].lines}
+    assert (tmp_path / "r-2.svg").is_file()
+
+
+def test_a_run_without_a_budget_draws_its_plan(
+    cli: Cli, drawn: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SDX_DISABLE", "1")
+    # the drawing may have the picture's name, and does not replace it even where it might
+    result = cli(
+        *("generate", "a cat", *TINY, "--steps", 1, "-o", "a.png", "--plot", "a.png"), "--overwrite"
+    )
+    assert result.code == 0, result.err
+    assert "drawn: a-2.png" in result.out
+    assert result.paths == [Path("a.png")]
+    assert drawn[0].axes[0].get_xticklabels()[0].get_text() == "text"
+
+
+def test_pictures_are_named_where_the_drawing_is_lost(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise WorkError("no space left")
+
+    monkeypatch.setattr("sdx_accel.cli.run_job.save_plot", full)
+    result = cli("generate", "a cat", *TINY, "--steps", 1, "--plot", "r.png")
+    assert result.code == 1
+    assert len(result.paths) == 1
+    assert "no space left" in result.err
+
+
+def _never(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError("planned although the drawing cannot be made")
+
+
+VERBS = [("plan",), ("generate", "a cat")]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_without_matplotlib_the_extra_is_named(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, verb: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(sdx_accel, "plan", _never)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
-    result = cli("plan", "--vram", 8, "--plot", "p.png")
+    result = cli(*verb, "--vram", 8, "--plot", "p.png")
     assert result.code == 2
     assert 'pip install "sdx-accel[plot]"' in result.err
 
 
-def test_another_ending_is_refused(cli: Cli) -> None:
-    result = cli("plan", "--vram", 8, "--plot", "p.txt")
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("p.txt", ".png, .svg, .pdf"),
+        ("", ".png, .svg, .pdf"),
+        ("none/p.png", "does not exist"),
+        ("file/p.png", "does not exist"),
+        ("folder.png", "is a folder"),
+        (f"{'p' * 300}.png", "longer than 255 bytes"),
+    ],
+)
+def test_what_could_not_be_drawn_is_refused_before_any_work(
+    cli: Cli,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    verb: tuple[str, ...],
+    name: str,
+    words: str,
+) -> None:
+    monkeypatch.setattr(sdx_accel, "plan", _never)
+    (tmp_path / "file").write_text("no folder")
+    (tmp_path / "folder.png").mkdir()
+    result = cli(*verb, "--vram", 8, "--plot", name)
     assert result.code == 2
-    assert ".png, .svg, .pdf" in result.err
+    assert words in result.err
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "folder.png"}
+
+
+def test_a_folder_that_cannot_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # permissions do not stop root, whom tests may run as
+    def denied(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(PictureError, match=r"--plot .* not writable: Permission denied"):
+        open_plot(str(tmp_path / "p.png"), False)
+
+
+def test_the_ending_is_kept_as_it_was_written(tmp_path: Path) -> None:
+    destination = open_plot(str(tmp_path / "P.PNG"), False)
+    assert isinstance(destination, Destination)
+    assert save_plot(_plan(), destination) == tmp_path / "P.PNG"
+    assert (tmp_path / "P.PNG").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_report_draws_itself(drawn: list[Any], tmp_path: Path) -> None:
+    report = Report((), (PhaseRecord("denoise", 3.0, 2.75),), _plan())
+    report.plot(tmp_path / "r.png")
+    lines = {line.get_label(): list(line.get_ydata()) for line in drawn[0].axes[0].lines}
+    assert lines["measured peak"] == [2.75]
+    with pytest.raises(RefusedError, match=r"enable_xattn\(vram"):
+        Report((), (), None).plot(tmp_path / "none.png")

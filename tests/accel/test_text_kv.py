@@ -301,8 +301,7 @@ def test_controlnet(shared):
 def _watch_fill(held, filled_in):
     """Note which components are in whenever a text is computed."""
     phase = held.executor.on_call[0]
-    kv = phase._current()
-    phase._generation = held.executor.generation
+    kv = phase._current()["unet"]
     fill = kv.fill
 
     def watched(*arguments):
