@@ -18,7 +18,7 @@ def pipe() -> Any:
     return load("random:sdxl-tiny", dtype="fp32")
 
 
-@pytest.mark.parametrize("thing", [object(), None, 5, {}], ids=repr)
+@pytest.mark.parametrize("thing", [object(), None, 5, {}], ids=lambda thing: type(thing).__name__)
 @pytest.mark.parametrize(
     "call",
     [
