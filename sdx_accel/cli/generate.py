@@ -20,8 +20,9 @@ def generate(
             "--model",
             "-m",
             help="demo (the small model of this package, 128 × 128), hub id, diffusers folder, "
-            ".safetensors file, or random:sdxl, random:sd15, random:sdxl-tiny, random:sd15-tiny "
-            "(seeded random weights: noise). Default: demo.",
+            ".safetensors file, or seeded random weights that draw noise: random:sdxl, "
+            "random:sdxl-fp16vae, random:sd15, random:sd3, random:flux, random:pixart-sigma, and "
+            "-tiny ones of sdxl, sd15, sd3 and flux. Default: demo.",
         ),
     ] = None,
     negative: Annotated[str | None, typer.Option(help="What it shall not show.")] = None,

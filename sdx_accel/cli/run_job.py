@@ -272,13 +272,20 @@ def _audit(report: Any, outcome: Outcome, talk: Talk) -> None:
         talk.say(f"{phase.name}: predicted {phase.predicted_peak_gib:.2f} GiB, {measured}")
 
 
+def _peaks(plan: Any) -> list[float]:
+    return [phase.predicted_peak_gib for phase in plan.phases]
+
+
 def _draw(plan: Any, report: Any, drawing: Destination, outcome: Outcome, talk: Talk) -> None:
     """Draw what was held, else what was planned; the pictures are saved, so no failure ends it."""
     held = None if report is None else report.plan
     phases = () if held is None else report.phases
     try:
-        # a loaded pipeline does not know what the user calls it
-        shown = plan if held is None else replace(held, model=plan.model)
+        # a loaded pipeline knows neither what the user calls it nor the order of its parts, so its
+        # plan has another digest than the one that was printed and saved
+        shown = plan
+        if held is not None and _peaks(held) != _peaks(plan):
+            shown = replace(held, model=plan.model)
         outcome.plot = save_plot(shown, drawing, phases, outcome.paths)
     except WorkError as error:
         talk.note(str(error))

@@ -160,7 +160,8 @@ def test_a_run_draws_what_it_measured(cli: Cli, drawn: list[Any], tmp_path: Path
     assert lines["measured peak"] == pytest.approx([peak - 1.0 for peak in peaks])
     assert len(peaks) == 3
     # as the user calls it, not as the loaded pipeline does
-    assert axes.get_title().startswith("random:sdxl-tiny, 64 × 64 px")
+    digest = values["plan"]["digest"]
+    assert axes.get_title() == f"random:sdxl-tiny, 64 × 64 px, plan {digest}"
     assert b"measured peak" in (tmp_path / "r.svg").read_bytes()
     # the same line is one of plan's
     assert cli("plan", *line[1:]).code == 0
