@@ -3,7 +3,6 @@
 import copy
 import itertools
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -12,20 +11,7 @@ from diffusers import AutoencoderKL, AutoencoderTiny, VQModel
 from sdx_patches import vae as vae_module
 from sdx_patches.vae import bands, disable_bands, enable_bands, unsupported
 
-
-def build(channels: tuple[int, ...] = (16, 32, 32), **changes: Any) -> AutoencoderKL:
-    torch.manual_seed(0)
-    levels = len(channels)
-    vae = AutoencoderKL(
-        block_out_channels=channels,
-        down_block_types=("DownEncoderBlock2D",) * levels,
-        up_block_types=("UpDecoderBlock2D",) * levels,
-        latent_channels=4,
-        layers_per_block=1,
-        norm_num_groups=8,
-        **changes,
-    )
-    return vae.eval().requires_grad_(False)
+from .vae_case import build
 
 
 @pytest.fixture(params=[1 << 9, 1 << 12, 1 << 30], ids=["smallest", "several", "one"])

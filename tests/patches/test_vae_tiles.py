@@ -16,20 +16,7 @@ from sdx_patches.vae_tiles import (
     tiles_of,
 )
 
-
-def build(channels: tuple[int, ...] = (16, 32, 32), **changes: Any) -> AutoencoderKL:
-    torch.manual_seed(0)
-    levels = len(channels)
-    vae = AutoencoderKL(
-        block_out_channels=channels,
-        down_block_types=("DownEncoderBlock2D",) * levels,
-        up_block_types=("UpDecoderBlock2D",) * levels,
-        latent_channels=4,
-        layers_per_block=1,
-        norm_num_groups=8,
-        **changes,
-    )
-    return vae.eval().requires_grad_(False)
+from .vae_case import build
 
 
 @pytest.mark.parametrize("largest", [2, 3, 7, 48, 64, 96, 128, 200])
