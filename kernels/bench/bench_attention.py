@@ -56,7 +56,10 @@ SHAPES: tuple[Shape, ...] = (*REAL_SHAPES, ("dit-4608", 1, 4608, 4608, 24, 128, 
 #: what q is multiplied by; "sink" adds a key in the middle that draws most of every row
 SCORES = {"flat": 1.0, "x3": 3.0, "x6": 6.0, "sink": 1.0}
 PEAKED = ("sdxl-1024-self-64", "sdxl-1024-self-32", "sdxl-2048-self-128", "dit-4608")
-BACKWARD = ("sdxl-1024-self-64", "sdxl-1024-self-32", "sd15-512-self-64", "vae-1024-middle")
+BACKWARD = (
+    "sdxl-1024-self-64", "sdxl-1024-self-32", "sd15-512-self-64", "sd15-512-self-32", "dit-4608",
+    "vae-1024-middle",
+)  # fmt: skip
 LAST = ("sdxl-2048-self-128", "vae-1024-middle", "animatediff-temporal")
 
 

@@ -203,6 +203,22 @@ def _fused_backward(shape: Shape, dtype: torch.dtype, card: tuple[int, int]) -> 
         yield Contender(f"backward-{name}", "tune", start)
 
 
+def _tma_backward(shape: Shape, dtype: torch.dtype, card: tuple[int, int]) -> Iterator[Contender]:
+    module = importlib.import_module("sdx_kernels._triton.attention_tma_bwd_launch")
+    forward = importlib.import_module("sdx_kernels._triton.attention_fwd").launch_attention_fwd
+    tuning = importlib.import_module("sdx_kernels.tuning.attention_tma_bwd")
+    fwd = importlib.import_module("sdx_kernels.tuning.attention")
+    _, _, _, keys, _, dim, _ = shape
+    ladder = tuning.ladder_for_tma_bwd(card, dim, dim, dtype)
+    if ladder is None:
+        return
+    first = functools.partial(forward, ladder=fwd.ladder_for(card, dim, dim, dtype, keys))
+    launch = module.launch_attention_tma_bwd
+    yield Contender("backward-tma", "shipped", _our_backward(first, launch, ladder))
+    for name, tried in tuning.candidates(card, dim, dim, dtype).items():
+        yield Contender(f"backward-tma-{name}", "tune", _our_backward(first, launch, tried))
+
+
 def _wide_backward(shape: Shape, dtype: torch.dtype, card: tuple[int, int]) -> Iterator[Contender]:
     if shape[5] <= 128:
         return
@@ -258,7 +274,7 @@ def backward_contenders(
     if shape[6]:
         return []
     peers = [Contender(n, "peer", _torch_backward(b)) for n, b in PEERS.items()]
-    families = (_fused_backward, _wide_backward)
+    families = (_fused_backward, _tma_backward, _wide_backward)
     return peers + list(_present(families, shape, dtype, card, missing))
 
 

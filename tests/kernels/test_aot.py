@@ -14,7 +14,15 @@ from sdx_kernels.tuning.attention_short import ShortConfig
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from sdx_kernels._triton import attention_special_aot
-from sdx_kernels._triton.aot import ARCHITECTURES, FAMILIES, SOURCES, digest, launches, record
+from sdx_kernels._triton.aot import (
+    ARCHITECTURES,
+    DESCRIPTORS,
+    FAMILIES,
+    SOURCES,
+    digest,
+    launches,
+    record,
+)
 
 #: what the PTX of a product holds, by architecture
 CORES = {
@@ -48,17 +56,17 @@ def compiled(*arguments: str) -> list[dict[str, Any]]:
 )
 def test_the_first_configuration_of_each_family_is_clean(architecture: int) -> None:
     facts = compiled("--first", str(architecture))
-    expected = [name for name in FAMILIES if name != "tma" or architecture >= 90]
+    expected = [name for name in FAMILIES if name not in DESCRIPTORS or architecture >= 90]
     assert [fact["family"] for fact in facts] == expected
     assert [fact for fact in facts if not fact["clean"]] == []
     assert {fact["tensor_core"] for fact in facts} <= CORES[architecture]
     for fact in facts:
-        assert (fact["descriptor_loads"] > 0) == (fact["family"] == "tma")
+        assert (fact["descriptor_loads"] > 0) == (fact["family"] in DESCRIPTORS)
 
 
 def test_hopper_multiplies_by_warpgroup() -> None:
-    facts = compiled("--first", "90:forward", "90:tma")
-    assert [fact["tensor_core"] for fact in facts] == ["wgmma.mma_async"] * 2
+    facts = compiled("--first", "90:forward", "90:tma", "90:attention-tma-bwd")
+    assert [fact["tensor_core"] for fact in facts] == ["wgmma.mma_async"] * 3
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -81,7 +89,8 @@ def test_every_head_dim_class_and_dtype_has_a_native_configuration(architecture:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_configuration_of_dispatch_is_clean(architecture: int, family: str) -> None:
     facts = compiled(f"{architecture}:{family}")
-    assert len(facts) > 15 or (family == "tma" and architecture < 90)
+    least = 8 if family == "attention-tma-bwd" else 15
+    assert len(facts) > least or (family in DESCRIPTORS and architecture < 90)
     assert [fact for fact in facts if not fact["clean"]] == []
 
 

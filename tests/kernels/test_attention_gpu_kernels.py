@@ -20,6 +20,7 @@ from sdx_kernels.ops.attention_impls import structure_of
 from sdx_kernels.reference.attention_chunks import attention_backward, attention_forward
 from sdx_kernels.reference.dropout import keep_mask
 from sdx_kernels.testing import REAL_SHAPES, largest_error, random_inputs
+from sdx_kernels.tuning.attention_tma_bwd import candidates, ladder_for_tma_bwd
 
 pytestmark = pytest.mark.gpu
 
@@ -66,7 +67,7 @@ def peer(
     return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
 
 
-def check(tensors: tuple[torch.Tensor, ...], bias: Any = None, op: str = "triton") -> None:
+def check(tensors: tuple[torch.Tensor, ...], bias: Any = None, op: Any = "triton") -> None:
     """Holds output and gradients to max(2 or 3 × what rounding costs, 4 eps of the largest)."""
     before = {name: count(name) for name in ("reference", "reference-backward")}
     q, k, v = (t.clone().requires_grad_() for t in tensors)
@@ -156,6 +157,98 @@ def test_tensor_descriptors(dim: int, times: float, dtype: torch.dtype) -> None:
     eps = torch.finfo(dtype).eps
     bound = max(2 * largest_error(theirs, exact), 4 * eps * float(exact.abs().max()))
     assert largest_error(out, exact) <= bound
+
+
+def descriptors() -> int:
+    """How many backwards went through descriptors so far; skips where a card has none."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("tensor descriptors are plain loads before sm_90")
+    return count("triton-tma-backward")
+
+
+def has_gradient_tiles(dim: int) -> bool:
+    return ladder_for_tma_bwd(torch.cuda.get_device_capability(), dim, dim, torch.half) is not None
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("times", [1.0, 6.0])
+@pytest.mark.parametrize("lengths", [(1024, 1024), (1001, 1003), (130, 3), (4096, 77)], ids=str)
+@pytest.mark.parametrize("dim", [40, 64, 80, 128])
+def test_gradients_through_descriptors(
+    dim: int, lengths: tuple[int, int], times: float, dtype: torch.dtype
+) -> None:
+    before = descriptors()
+    if not has_gradient_tiles(dim):
+        pytest.skip("no tile of this head dim is clean on this card")
+    q, k, v = random_inputs(2, *lengths, 3, dim, dtype=dtype, device=GPU)
+    check((q * times, k, v), op=("triton", "triton-tma"))
+    assert count("triton-tma-backward") == before + 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [shape for shape in SHAPES if shape[5] in (40, 64) and not shape[6]],
+    ids=lambda s: s[0],
+)
+def test_real_shapes_take_descriptors_by_themselves(
+    shape: tuple[Any, ...], dtype: torch.dtype
+) -> None:
+    before = descriptors()
+    _, batch, queries, keys, heads, dim, _ = shape
+    check(random_inputs(batch, queries, keys, heads, dim, dtype=dtype, device=GPU))
+    assert count("triton-tma-backward") == before + 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_every_candidate_of_the_gradients_through_descriptors(dtype: torch.dtype) -> None:
+    from sdx_kernels._triton.attention_tma_bwd_launch import launch_attention_tma_bwd
+
+    descriptors()
+    card = torch.cuda.get_device_capability()
+    for dim in (40, 64, 80, 128):
+        q, k, v = random_inputs(1, 301, 333, 2, dim, dtype=dtype, device=GPU)
+        grad = torch.randn(q.shape, device=GPU).to(dtype)
+        out, lse = attention_forward(q, k, v, scale=dim**-0.5)
+        exact, theirs = (kind((q, k, v), None, grad)[1:] for kind in (truth, peer))
+        for name, ladder in candidates(card, dim, dim, dtype).items():
+            found = launch_attention_tma_bwd(
+                grad, q, k, v, out, lse, scale=dim**-0.5, ladder=ladder
+            )[:3]
+            for one, right, other in zip(found, exact, theirs, strict=True):
+                eps = 4 * torch.finfo(dtype).eps * float(right.abs().max())
+                bound = max(3 * largest_error(other, right), eps)
+                assert largest_error(one, right) <= bound, (name, dim)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_views_and_grouped_heads_through_descriptors(dtype: torch.dtype) -> None:
+    before = descriptors()
+    generator = torch.Generator().manual_seed(1)
+    fused = torch.randn(2, 333, 3, 4, 64, generator=generator).to(GPU, dtype)
+    q, k, v = fused.unbind(2)
+    leaves = [t.detach().requires_grad_() for t in (q, k[:, :, :2], v[:, :, :2])]
+
+    def gradients(kind: torch.dtype, op: Any) -> tuple[torch.Tensor, ...]:
+        a, b, c = (t.detach().to(kind).requires_grad_() for t in leaves)
+        # [B, M, G, H, K]: two query heads share a key head
+        d, e = (t.unsqueeze(3).expand(-1, -1, -1, 2, -1) for t in (b, c))
+        out = memory_efficient_attention(a.view(2, 333, 2, 2, 64), d, e, op=op)
+        return torch.autograd.grad(out.float().square().sum(), (a, b, c))
+
+    found = gradients(dtype, "triton")
+    assert count("triton-tma-backward") == before + 1
+    for ours, right in zip(found, gradients(torch.float64, "reference"), strict=True):
+        assert largest_error(ours, right) <= 16 * torch.finfo(dtype).eps * float(right.abs().max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_wide_rows_through_descriptors(dtype: torch.dtype) -> None:
+    before = descriptors()
+    # scores have a deviation of 900: most rows' largest is one whose weights need their tail
+    q, k, v = random_inputs(1, 301, 333, 2, 64, dtype=dtype, device=GPU)
+    check((q * 30, k * 30, v), op=("triton", "triton-tma"))
+    assert count("triton-tma-backward") == before + 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

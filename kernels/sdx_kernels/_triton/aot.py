@@ -21,9 +21,10 @@ from sdx_kernels._triton.aot_compile import Launch, compile_launch
 from sdx_kernels._triton.attention_bwd_aot import backward_launches
 from sdx_kernels._triton.attention_fwd_aot import forward_launches
 from sdx_kernels._triton.attention_special_aot import short_launches, tma_launches, wide_launches
+from sdx_kernels._triton.attention_tma_bwd_aot import tma_backward_launches
 from sdx_kernels.tuning.attention import SHARED_MEMORY
 
-__all__ = ["ARCHITECTURES", "FAMILIES", "digest", "facts", "launches", "record"]
+__all__ = ["ARCHITECTURES", "DESCRIPTORS", "FAMILIES", "digest", "facts", "launches", "record"]
 
 #: cards whose kernels are checked; sm_75 has no tensor-core path in Triton and is refused
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
@@ -34,8 +35,11 @@ FAMILIES: dict[str, Callable[[int], Iterator[Launch]]] = {
     "wide": wide_launches,
     "short": short_launches,
     "tma": tma_launches,
+    "attention-tma-bwd": tma_backward_launches,
 }
 
+#: families that load through tensor descriptors, and so have nothing below sm_90
+DESCRIPTORS = ("tma", "attention-tma-bwd")
 
 #: the device code of a family, relative to this file
 SOURCES: dict[str, tuple[str, ...]] = {
@@ -44,6 +48,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "wide": ("attention_wide*.py",),
     "short": ("attention_short.py",),
     "tma": ("attention_tma.py",),
+    "attention-tma-bwd": ("attention_tma_bwd*.py", "attention_bwd_parts.py"),
 }
 
 
@@ -60,7 +65,9 @@ def facts(launch: Launch, architecture: int) -> dict[str, Any]:
         (bool(made.tensor_core) or not launch.tensor_core)
         and made.spill_bytes == 0
         and made.shared_bytes <= SHARED_MEMORY[divmod(architecture, 10)]
-        and (launch.family != "tma" or made.descriptor_loads > 0)
+        and (
+            launch.family not in DESCRIPTORS or not launch.tensor_core or made.descriptor_loads > 0
+        )
     )
     return {"family": launch.family, **launch.key, **asdict(made), "clean": clean}
 

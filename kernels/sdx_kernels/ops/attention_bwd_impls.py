@@ -11,8 +11,18 @@ import torch
 
 from sdx_kernels.checks import AttentionInputs, Signature
 from sdx_kernels.ops.attention_impls import structure_of
-from sdx_kernels.ops.attention_reasons import DTYPES, OLDEST, dtype_reason, triton_reasons
+from sdx_kernels.ops.attention_reasons import (
+    DTYPES,
+    HALF,
+    OLDEST,
+    dtype_reason,
+    triton_reasons,
+)
 from sdx_kernels.ops.attention_triton_impls import (
+    BY_NAME,
+    DESCRIPTORS,
+    no_ladder,
+    structure_reasons,
     unit_stride,
     wide_kind,
     width_reason,
@@ -24,6 +34,11 @@ from sdx_kernels.tuning.attention_bwd import (
     MAX_HEAD_DIM,
     BackwardLadder,
     backward_ladder_for,
+)
+from sdx_kernels.tuning.attention_tma_bwd import (
+    MAX_TMA_GRAD_DIM,
+    TmaBackwardLadder,
+    ladder_for_tma_bwd,
 )
 from sdx_kernels.tuning.attention_wide import MAX_WIDE_DIM, WideGradConfig, wide_grad_ladder_for
 
@@ -151,8 +166,58 @@ def _run_wide(inputs: BackwardInputs) -> Gradients:
     return launch_attention_wide_bwd(**_kernel_arguments(inputs), ladder=ladder)
 
 
+@functools.lru_cache(maxsize=1024)
+def _tma_ladder(s: Signature) -> TmaBackwardLadder | None:
+    return ladder_for_tma_bwd(
+        s.target.capability or DESCRIPTORS,
+        s.head_dim,
+        s.value_dim,
+        s.dtype,
+        s.target.shared_memory_bytes or None,
+    )
+
+
+def _tma_reasons(s: Signature) -> list[str]:
+    reasons = triton_reasons(s, HALF, DESCRIPTORS) + width_reason(s, MAX_TMA_GRAD_DIM)
+    reasons += structure_reasons(s, key_mask=False)
+    if s.bias != "none":
+        reasons.append("attn_bias is a tensor")
+    if s.head_dim % 8 or s.value_dim % 8:
+        reasons.append("head dims are not multiples of 8")
+    if not reasons and _tma_ladder(s) is None:
+        reasons.append(no_ladder(s))
+    return reasons
+
+
+def _run_tma(inputs: BackwardInputs) -> Gradients:
+    from sdx_kernels._triton.attention_tma_bwd_launch import launch_attention_tma_bwd
+
+    ladder = _tma_ladder(inputs.signature)
+    assert ladder is not None
+    f = inputs.forward
+    return launch_attention_tma_bwd(
+        inputs.grad,
+        unit_stride(f.query),
+        unit_stride(f.key),
+        unit_stride(f.value),
+        inputs.out,
+        inputs.lse,
+        scale=f.scale,
+        lse_grad=inputs.lse_grad,
+        ladder=ladder,
+    )
+
+
+def _prefer(s: Signature) -> tuple[tuple[str, ...], str]:
+    """Descriptors first on the cards that have them; interpreted, they are plain loads and slow."""
+    if s.target.capability is None or _tma_reasons(s):
+        return (), ""
+    return ("triton-tma",), "triton-tma computes the same with tiles through tensor descriptors"
+
+
 BACKWARD = Operator(
     name="memory_efficient_attention_backward",
+    prefer=_prefer,
     implementations=(
         Impl(
             name="triton",
@@ -170,6 +235,16 @@ BACKWARD = Operator(
             reasons=_wide_reasons,
             run=_run_wide,
             closest=f"head dims up to {MAX_WIDE_DIM}, no packed sequences, p=0.0",
+        ),
+        Impl(
+            name="triton-tma",
+            priority=BY_NAME,
+            reasons=_tma_reasons,
+            run=_run_tma,
+            closest=(
+                f"no mask, head dims up to {MAX_TMA_GRAD_DIM} in multiples of 8, 16 bits, on an "
+                f"NVIDIA GPU of capability 9.0 or newer"
+            ),
         ),
         Impl(
             name="reference",

@@ -107,5 +107,5 @@ def backward_by(op: Op, only: tuple[str, ...] | None) -> str:
         return "reference"
     if only is not None and any(name.startswith("triton") for name in only):
         # whoever names our kernels means both directions, as far as ours go
-        return "triton,triton-wide,reference"
+        return "triton,triton-tma,triton-wide,reference"
     return ""

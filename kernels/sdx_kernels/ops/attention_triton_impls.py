@@ -34,7 +34,16 @@ from sdx_kernels.tuning.attention_wide import (
     wide_ladder_for,
 )
 
-__all__ = ["BY_NAME", "TRITON_IMPLEMENTATIONS", "unit_stride", "wide_kind", "width_reason"]
+__all__ = [
+    "BY_NAME",
+    "DESCRIPTORS",
+    "TRITON_IMPLEMENTATIONS",
+    "no_ladder",
+    "structure_reasons",
+    "unit_stride",
+    "wide_kind",
+    "width_reason",
+]
 
 #: priority of kernels that run when named or where a table of measured times prefers them
 BY_NAME = -1
@@ -42,7 +51,7 @@ BY_NAME = -1
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
 #: the first cards that load through tensor descriptors; interpreted launches take their tiles
-_DESCRIPTORS = (9, 0)
+DESCRIPTORS = (9, 0)
 
 
 def width_reason(s: Signature, limit: int) -> list[str]:
@@ -56,7 +65,7 @@ def _triton_reasons(s: Signature) -> list[str]:
     reasons = triton_reasons(s) + width_reason(s, MAX_HEAD_DIM)
     width = max(s.head_dim, s.value_dim)
     if not reasons and not _ladder(s):
-        reasons.append(_no_ladder(s))
+        reasons.append(no_ladder(s))
     if s.dtype == torch.float32 and width > MAX_AUTOMATIC_FP32_DIM and not s.explicit:
         reasons.append(
             f"float32 with max(query.shape[-1], value.shape[-1]) > {MAX_AUTOMATIC_FP32_DIM} spills "
@@ -119,7 +128,8 @@ def _run_triton(inputs: AttentionInputs) -> Result:
     )
 
 
-def _structure_reasons(s: Signature, *, key_mask: bool) -> list[str]:
+def structure_reasons(s: Signature, *, key_mask: bool) -> list[str]:
+    """Why masks and dropout are refused; `key_mask`: whether some keys may be missing."""
     reasons = []
     if s.band or s.packed or s.foreign or (s.key_mask and not key_mask):
         reasons.append(f"attn_bias type is {s.structure}")
@@ -128,14 +138,15 @@ def _structure_reasons(s: Signature, *, key_mask: bool) -> list[str]:
     return reasons
 
 
-def _no_ladder(s: Signature) -> str:
+def no_ladder(s: Signature) -> str:
+    """The reason where no tile fits."""
     return f"no tile fits the {s.target.shared_memory_bytes} bytes of shared memory"
 
 
 @functools.lru_cache(maxsize=1024)
 def _short_ladder(s: Signature) -> tuple[ShortConfig, ...]:
     return ladder_for_short(
-        s.target.capability or _DESCRIPTORS,
+        s.target.capability or DESCRIPTORS,
         s.head_dim,
         s.value_dim,
         s.dtype,
@@ -148,11 +159,11 @@ def _short_ladder(s: Signature) -> tuple[ShortConfig, ...]:
 
 def _short_reasons(s: Signature) -> list[str]:
     reasons = triton_reasons(s, HALF) + width_reason(s, MAX_SHORT_HEAD_DIM)
-    reasons += _structure_reasons(s, key_mask=True)
+    reasons += structure_reasons(s, key_mask=True)
     if s.keys > MAX_SHORT_KEYS:
         reasons.append(f"key.shape[1] > {MAX_SHORT_KEYS}")
     if not reasons and not _short_ladder(s):
-        reasons.append(_no_ladder(s))
+        reasons.append(no_ladder(s))
     return reasons
 
 
@@ -172,7 +183,7 @@ def _plain_short_ladder(
     query: torch.Size, key: torch.Size, value: torch.Size, dtype: torch.dtype, card: target.Target
 ) -> tuple[ShortConfig, ...]:
     return ladder_for_short(
-        card.capability or _DESCRIPTORS,
+        card.capability or DESCRIPTORS,
         query[3],
         value[3],
         dtype,
@@ -200,7 +211,7 @@ def _plain_short(
 @functools.lru_cache(maxsize=1024)
 def _tma_ladder(s: Signature) -> tuple[TmaConfig, ...]:
     return ladder_for_tma(
-        s.target.capability or _DESCRIPTORS,
+        s.target.capability or DESCRIPTORS,
         s.head_dim,
         s.value_dim,
         s.dtype,
@@ -210,14 +221,14 @@ def _tma_ladder(s: Signature) -> tuple[TmaConfig, ...]:
 
 
 def _tma_reasons(s: Signature) -> list[str]:
-    reasons = triton_reasons(s, HALF, _DESCRIPTORS) + width_reason(s, MAX_TMA_HEAD_DIM)
-    reasons += _structure_reasons(s, key_mask=False)
+    reasons = triton_reasons(s, HALF, DESCRIPTORS) + width_reason(s, MAX_TMA_HEAD_DIM)
+    reasons += structure_reasons(s, key_mask=False)
     if s.bias != "none":
         reasons.append("attn_bias is a tensor")
     if s.head_dim % 8 or s.value_dim % 8:
         reasons.append("head dims are not multiples of 8")
     if not reasons and not _tma_ladder(s):
-        reasons.append(_no_ladder(s))
+        reasons.append(no_ladder(s))
     return reasons
 
 
@@ -235,7 +246,7 @@ def _plain_tma_ladder(
     query: torch.Size, key: torch.Size, value: torch.Size, dtype: torch.dtype, card: target.Target
 ) -> tuple[TmaConfig, ...]:
     return ladder_for_tma(
-        card.capability or _DESCRIPTORS,
+        card.capability or DESCRIPTORS,
         query[3],
         value[3],
         dtype,
@@ -287,7 +298,7 @@ def _wide_reasons(s: Signature) -> list[str]:
     if s.dropout > 0.0:
         reasons.append("dropout > 0.0")
     if not reasons and not _wide_ladder(s):
-        reasons.append(_no_ladder(s))
+        reasons.append(no_ladder(s))
     return reasons
 
 
