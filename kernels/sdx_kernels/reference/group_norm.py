@@ -1,0 +1,91 @@
+"""Group norm in parts, in plain torch: what the kernels are held to, and what runs without them.
+
+It must not judge inputs. Float64 inputs are computed in float64, all others in float32.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["affine", "normalized_rows", "store_rows", "upsampled_rows"]
+
+
+def _working(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def store_rows(
+    rows: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    divisor: float,
+    moments: Tensor | None,
+    counts: Tensor | None,
+    first_slot: int,
+) -> None:
+    """Rows (B, C, H, W) to `out`; their statistics take one slot."""
+    if bias is not None or residual is not None or divisor != 1:
+        total = _working(rows)
+        if bias is not None:
+            total = total + _working(bias)[:, None, None]
+        if residual is not None:
+            total = total + _working(residual)
+        rows = out.copy_(total / divisor if divisor != 1 else total)
+    elif out is not rows:
+        rows = out.copy_(rows)
+    if moments is not None and counts is not None:
+        number = rows.shape[2] * rows.shape[3]
+        variance, mean = torch.var_mean(_working(rows), dim=(2, 3), correction=0)
+        moments[:, first_slot, 0] = mean
+        moments[:, first_slot, 1] = variance * number
+        counts[first_slot] = number
+
+
+def affine(
+    moments: Tensor,
+    counts: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Factor and offset of each channel, `[B, 2, C]`, of the statistics' dtype."""
+    batch, slots, _, channels = moments.shape
+    # [B, slots, 2, groups, each]
+    grouped = moments.double().view(batch, slots, 2, groups, channels // groups)
+    number = counts.double()[None, :, None, None]
+    total = counts.double().sum() * (channels // groups)
+    means = grouped[:, :, 0]
+    mean = (means * number).sum((1, 3), keepdim=True) / total
+    squares = (grouped[:, :, 1] + (means - mean) ** 2 * number).sum((1, 3), keepdim=True)
+    factor = torch.rsqrt(squares / total + eps).expand(batch, 1, groups, channels // groups)
+    factor = factor.reshape(batch, channels)
+    if weight is not None:
+        factor = factor * weight.double()
+    mean = mean.expand(batch, 1, groups, channels // groups).reshape(batch, channels)
+    offset = -mean * factor
+    if bias is not None:
+        offset = offset + bias.double()
+    return torch.stack((factor, offset), 1).to(moments.dtype)
+
+
+def normalized_rows(source: Tensor, factors: Tensor, top: int, out: Tensor, silu: bool) -> None:
+    """Rows `top`… of `source` (B, C, H, W), normalised into all rows of `out`; zeros outside."""
+    height = source.shape[2]
+    first, last = max(top, 0), min(top + out.shape[2], height)
+    out[:, :, : first - top] = 0
+    out[:, :, last - top :] = 0
+    rows = _working(source[:, :, first:last])
+    rows = rows * factors[:, 0, :, None, None] + factors[:, 1, :, None, None]
+    out[:, :, first - top : last - top] = torch.nn.functional.silu(rows) if silu else rows
+
+
+def upsampled_rows(source: Tensor, top: int, out: Tensor) -> None:
+    """Rows `top`… of `source` (B, C, H, W) at twice its size, to all of `out`; zeros outside."""
+    height = 2 * source.shape[2]
+    first, last = max(top, 0), min(top + out.shape[2], height)
+    out[:, :, : first - top] = 0
+    out[:, :, last - top :] = 0
+    rows = torch.arange(first, last, device=source.device) // 2
+    columns = torch.arange(out.shape[3], device=source.device) // 2
+    out[:, :, first - top : last - top] = source[:, :, rows][:, :, :, columns]
