@@ -35,7 +35,8 @@ def patch(root: Any, *, owner: str, attention_op: Op = None, fused: bool = True)
         owner: name under which `restore` gives it back; several owners may share a model.
         attention_op: None or "auto", "torch", or the name of an implementation or an xFormers
             operator, which then must be able to serve every call.
-        fused: whether fused kernels may replace more than attention. No such kernel exists yet.
+        fused: whether fused kernels may replace more than attention: an AutoencoderKL then decodes
+            and encodes in bands of rows, its norms fused with what comes before and after them.
 
     Returns:
         The session; as a context manager it restores at the end of the block.

@@ -62,7 +62,7 @@ class Settings:
     Args:
         attention_op: what the attention op takes as `op`: None or "auto", "torch", the name of an
             implementation, or an xFormers operator class or pair of them.
-        fused: whether fused kernels may replace more than attention (none exists yet).
+        fused: whether fused kernels may replace more than attention: the autoencoder's norms.
     """
 
     attention_op: Op = None

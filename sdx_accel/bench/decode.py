@@ -68,7 +68,8 @@ def _vae(part: Any, weights: dict[str, Any], dtype: Any, device: str) -> Any:
     vae = build_random_component(part, dtype)
     vae.load_state_dict(weights)
     vae = vae.to(device).eval()
-    vae.enable_xattn()
+    # bands are switched on row by row
+    vae.enable_xattn(fused=False)
     return vae
 
 
@@ -83,7 +84,7 @@ def _true(vae: Any, latent: Any) -> Any:
 def _row(vae: Any, latent: Any, mode: str | None, truth: Any, width: int) -> dict[str, Any]:
     """One decode; `width` is the number of channels at full size."""
     from sdx_accel.runtime.phase_calls import set_bands
-    from sdx_patches.vae import bands
+    from sdx_patches.vae_bands import bands
 
     set_bands(vae, mode)
     picture, seconds, peak = _decode(vae, latent)
@@ -101,7 +102,7 @@ def _row(vae: Any, latent: Any, mode: str | None, truth: Any, width: int) -> dic
         # of the range of pictures, −1…1
         row["error"] = float(error.max()) / 2
         if mode is not None:
-            top, bottom = next(iter(bands(size, width * size)))
+            top, bottom = next(iter(bands(size, width * size, mode == "low")))
             row["border"] = _border(error, bottom - top)
     return row
 

@@ -93,7 +93,7 @@ def _rows(vae: Any, latent: Any, tiles: Sequence[int], weights: str) -> list[dic
     import torch
 
     from sdx_accel.runtime.phase_calls import set_bands, set_tiling
-    from sdx_patches.vae import bands
+    from sdx_patches.vae_bands import bands
     from sdx_patches.vae_tiles import equal_spans
 
     widths = vae.config.block_out_channels
@@ -116,7 +116,7 @@ def _rows(vae: Any, latent: Any, tiles: Sequence[int], weights: str) -> list[dic
     whole = decode()
     for mode in ("fast", "low"):
         set_bands(vae, mode)
-        cuts = list(bands(size, widths[0] * size))
+        cuts = list(bands(size, widths[0] * size, mode == "low"))
         add(f"bands, {mode}", cuts, cuts, [(0, size)])
     set_bands(vae, None)
     for tile in tiles:

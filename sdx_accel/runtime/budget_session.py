@@ -25,7 +25,7 @@ from sdx_accel.runtime.planning import job_of_call
 from sdx_accel.runtime.probe import open_card, read_idle_cards, warm_up
 from sdx_accel.runtime.session_plans import Place, Planner, Terms
 from sdx_patches.text_kv import text_projections
-from sdx_patches.vae import bands_of, copied_bands
+from sdx_patches.vae import bands_of, chosen_bands, copied_bands
 from sdx_patches.vae_tiles import tiles_of
 
 __all__ = ["BudgetSession", "Terms"]
@@ -207,8 +207,8 @@ class BudgetSession:
         tile = _users_tile(vae)
         if tile is not None and tile < max(job.height, job.width):
             job = replace(job, tile=tile, stock_tiles=True)
-        if vae is not None and not self.executor.banded and (bands := bands_of(vae)):
-            job = replace(job, bands=bands)
+        if vae is not None and not self.executor.banded and chosen_bands(vae):
+            job = replace(job, bands=bands_of(vae))
         return job
 
     def _announce(self, plan: Plan) -> None:
@@ -223,7 +223,7 @@ class BudgetSession:
         bands = plan.job.get("bands")
         if vae is not None and bands != bands_of(vae):
             set_bands(vae, bands)
-            self.executor.banded = bands is not None
+            self.executor.banded = chosen_bands(vae)
         self.executor.hold(plan)
 
     def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

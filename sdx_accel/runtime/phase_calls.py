@@ -22,7 +22,7 @@ from sdx_accel.runtime.t2i_adapters import (
     pictures_of,
 )
 from sdx_accel.runtime.transformer_calls import transformer_call
-from sdx_patches.vae import disable_bands, enable_bands
+from sdx_patches.vae import bands_of, disable_bands, enable_bands
 from sdx_patches.vae_tiles import disable_tiles, enable_tiles
 
 __all__ = ["Job", "PhaseCall", "phase_call", "set_bands", "set_tiling", "twin", "vae_dtype"]
@@ -45,7 +45,8 @@ class Job:
         guided: whether the denoiser runs on two predictions a picture (guidance above 1).
         encode: whether a picture goes through the VAE's encoder first.
         tile: largest edge in pixels of the VAE's tiles, None for the whole picture at once.
-        bands: "fast" or "low" for a VAE that works in bands of rows; None = it does not.
+        bands: "fast" or "low" for a VAE that works in bands of rows; None = it does not, or, of a
+            plan that is still to be made, whatever is best.
         text_kv: whether the text's keys and values may be kept over the steps.
         tokens: length of the text that a T5 encoder reads; None = as the pipeline has it, or none.
         stock_tiles: whether the tiles are those of diffusers' own loop, which a user has switched
@@ -348,10 +349,9 @@ def _vae(description: ModelDescription, job: Job, dtypes: Mapping[str, str]) -> 
 
 
 def set_bands(vae: Any, bands: str | None) -> None:
-    """Have the VAE work in bands of rows, "fast" or "low", or not."""
-    if bands is None:
-        disable_bands(vae)
-    else:
+    """Have the VAE work in bands of rows, "fast" or "low", or as it does by itself or its patch."""
+    disable_bands(vae)
+    if bands is not None and bands != bands_of(vae):
         enable_bands(vae, low=bands == "low")
 
 

@@ -53,6 +53,8 @@ def plan_job(
     notes: tuple[str, ...] = (),
     floors: Mapping[str, int] | None = None,
     ram: int | None = None,
+    fused: bool = True,
+    vae: Any = None,
 ) -> Plan:
     """Plan a job.
 
@@ -62,12 +64,15 @@ def plan_job(
         dtypes: dtype names of the components' weights.
         machine: the card.
         request: the budget as asked.
-        quality: "exact" or "near"; only "near" may tile the VAE. In both it works in bands of rows
-            where it does not fit as a whole, in "near" also where that moves less.
+        quality: "exact" or "near"; only "near" may tile the VAE, and may take other bands where
+            that moves less.
         modules: live models, whose weights are then counted as they are.
         notes: sentences to print with the plan.
         floors: bytes by phase that it was seen to take above its prediction.
         ram: most bytes of host memory that the weights may take.
+        fused: whether the VAE works in bands of rows wherever it can; otherwise only where it does
+            not fit as a whole.
+        vae: the live autoencoder of a pipeline that is planned by its configurations.
 
     Returns:
         The plan, feasible or not, with what half a GiB more would buy.
@@ -80,6 +85,11 @@ def plan_job(
     _check_job(description, job)
     budget, note = request.resolve(machine.total_bytes, machine.free_bytes)
     notes = (*notes, note) if note else notes
+    chosen = bool(job.tile or job.bands)
+    live = vae if modules is None else modules.get("vae")
+    in_bands = not job.bands and _bands_work(description, dtypes, live)
+    if in_bands and fused:
+        job = replace(job, bands="fast")
 
     profiles: dict[Job, JobProfile] = {}
 
@@ -88,15 +98,14 @@ def plan_job(
             profiles[changed] = profile_job(description, changed, dtypes, modules)
         return make_plan(profiles[changed], machine, budget, notes=notes, floors=floors, ram=ram)
 
-    def works_in_bands(whole: Plan) -> bool:
-        binds = whole.binding_phase in ("encode", "decode")
-        return binds and _bands_work(description, dtypes, modules)
+    def may_change(plan: Plan) -> bool:
+        return in_bands and not chosen and plan.binding_phase in ("encode", "decode")
 
     def choose(budget: int) -> Plan:
         best = attempt(job, budget)
-        if job.tile or job.bands:
+        if chosen:
             return best
-        if works_in_bands(best):
+        if may_change(best):
             best = _with_bands(
                 best, lambda bands: attempt(replace(job, bands=bands), budget), quality
             )
@@ -115,40 +124,35 @@ def plan_job(
 
     best = choose(budget)
     words = advice(choose, best)
-    whole = attempt(job, budget)
-    if best.feasible and best.job == whole.job and not job.bands and works_in_bands(whole):
+    first = attempt(job, budget)
+    if best.feasible and best.job == first.job and may_change(first):
         words += _near_gain(best, attempt(replace(job, bands="low"), budget))
     return replace(best, advice=words)
 
 
-def _bands_work(
-    description: ModelDescription,
-    dtypes: Mapping[str, str],
-    modules: Mapping[str, torch.nn.Module] | None,
-) -> bool:
-    live = (modules or {}).get("vae")
+def _bands_work(description: ModelDescription, dtypes: Mapping[str, str], live: Any) -> bool:
     vae = twin(description, "vae", dtypes["vae"]) if live is None else live
     return not unsupported(getattr(vae, "_orig_mod", vae))
 
 
-def _with_bands(whole: Plan, attempt: Callable[[str], Plan], quality: str) -> Plan:
-    """The whole decode where it fits, else bands; the smallest budget is that of bands.
+def _with_bands(first: Plan, attempt: Callable[[str], Plan], quality: str) -> Plan:
+    """The decode as it is without a budget where that fits, else others; the floor is of "low".
 
-    Bands change the last bits of the picture, so in `exact` the whole decode is kept while it
-    fits, with weights moved out for it if need be: a picture has the same bits at every budget
-    from there on, though at the first of them it moves more than bands did. In `near` what moves
-    less is taken.
+    Another way to decode changes the last bits of the picture, so in `exact` the first is kept
+    while it fits, with weights moved out for it if need be: a picture has the same bits at every
+    budget from there on, though at the first of them it may move more than another did. In `near`
+    what moves less is taken.
     """
     low = attempt("low")
-    keep = whole.feasible and (quality == "exact" or not whole.moved_gib_per_picture)
-    best = whole if keep else min(whole, attempt("fast"), low, key=_rank)
+    keep = first.feasible and (quality == "exact" or not first.moved_gib_per_picture)
+    best = first if keep else min(first, attempt("fast"), low, key=_rank)
     return _with_floor(best, low)
 
 
-def _near_gain(whole: Plan, low: Plan) -> tuple[str, ...]:
-    """What `near` would spare a plan that moves weights out for a whole decode."""
-    spared = whole.moved_gib_per_picture - low.moved_gib_per_picture
-    if not low.feasible or _rank(low) >= _rank(whole) or spared < WORTH_GIB:
+def _near_gain(first: Plan, low: Plan) -> tuple[str, ...]:
+    """What `near` would spare a plan that moves weights out for the decode."""
+    spared = first.moved_gib_per_picture - low.moved_gib_per_picture
+    if not low.feasible or _rank(low) >= _rank(first) or spared < WORTH_GIB:
         return ()
     return (
         f"quality near: at least {spared:.2f} GiB less to move for each new prompt (the decode in "

@@ -37,12 +37,14 @@ class Terms:
         quality: "exact" or "near".
         ram: host memory that the weights may take; None is no limit.
         learn: whether plans use, and runs keep, what phases took beyond their predictions.
+        fused: whether fused kernels serve, so that the VAE works in bands of rows by itself.
     """
 
     vram: VramRequest
     quality: str = "exact"
     ram: VramRequest | None = None
     learn: bool = True
+    fused: bool = True
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ class Planner:
                     for phase in {*peaks, *self._floors}
                 },
                 ram=self._ram,
+                fused=self.terms.fused,
             )
 
         return plan_with_peaks(make, machine, self._peaks(job, quality))

@@ -9,8 +9,8 @@ import torch
 import sdx_accel
 from sdx_accel.budget.plan import Plan
 from sdx_accel.runtime.checkpoints import load
-from sdx_patches import vae
-from sdx_patches.vae import bands_of, enable_bands
+from sdx_patches import vae_bands
+from sdx_patches.vae import bands_of, chosen_bands, enable_bands
 
 
 def plan(vram: float, pixels: int = 1024, **changes: Any) -> Plan:
@@ -19,26 +19,44 @@ def plan(vram: float, pixels: int = 1024, **changes: Any) -> Plan:
     )
 
 
-def test_the_whole_decode_is_kept_while_it_fits() -> None:
-    for vram in (24, 8):
+def test_the_decode_is_what_it_is_without_a_budget_while_it_fits() -> None:
+    for vram in (24, 8, 4):
         made = plan(vram)
         assert made.feasible
-        assert made.numerics["vae_mode"] == "whole picture"
-        assert made.job["bands"] is None
+        assert made.numerics["vae_mode"] == "bands of rows (fast)"
+        assert made.job["bands"] == "fast"
+    # what stays beside the decode: at 8 GiB all of the UNet
+    decode = plan(8).phase("decode")
+    assert decode is not None
+    kept, every = decode.resident_units["unet"].split("/")
+    assert kept == every
+
+
+def test_without_fused_kernels_the_whole_decode_is_kept_while_it_fits() -> None:
+    pipe = load("random:sdxl-tiny")
+    pipe.enable_xattn(vram=20, device="cpu", fused=False)
+    report = pipe.xattn_report()
+    assert report.plan is not None
+    assert report.plan.numerics["vae_mode"] == "whole picture"
+    assert bands_of(pipe.vae) is None
+    pipe.enable_xattn(vram=20, device="cpu")
+    assert bands_of(pipe.vae) == "fast"
+    pipe.disable_xattn()
+    assert bands_of(pipe.vae) is None
 
 
 @pytest.mark.slow  # 23 s: traces SDXL at 2048²
 def test_a_picture_of_four_megapixels_fits_eight_gibibytes() -> None:
     made = plan(8, 2048)
     assert made.feasible
-    assert made.numerics["vae_mode"] == "bands of rows (low)"
+    assert made.numerics["vae_mode"] == "bands of rows (fast)"
     assert made.predicted_peak_gib <= 8
-    assert "bands of rows (low)" in made.explain()
+    assert "bands of rows (fast)" in made.explain()
     decode = made.phase("decode")
     assert decode is not None
     # a whole fp32 decode takes 20 GiB of activations there
-    assert decode.activations_gib < 6
-    assert plan(40, 2048).numerics["vae_mode"] == "whole picture"
+    assert decode.activations_gib < 7
+    assert plan(6, 2048).numerics["vae_mode"] == "bands of rows (low)"
 
 
 @pytest.mark.parametrize("quality", ["exact", pytest.param("near", marks=pytest.mark.slow)])
@@ -53,21 +71,23 @@ def test_the_smallest_budget_is_that_of_bands(quality: str) -> None:
 
 
 def test_more_budget_is_never_worse() -> None:
-    modes, moved = [], []
-    for quarter in range(24, 48, 2):
+    fast, modes, moved = "bands of rows (fast)", [], []
+    for quarter in range(10, 48, 2):
         made = plan(quarter / 4)
         if made.feasible:
             modes.append(made.numerics["vae_mode"])
             moved.append(made.moved_gib_per_picture)
-    assert modes == sorted(modes, key=lambda mode: mode == "whole picture")
-    whole = [size for size, mode in zip(moved, modes, strict=True) if mode == "whole picture"]
-    assert whole == sorted(whole, reverse=True)
+    assert modes == sorted(modes, key=lambda mode: mode == fast)
+    assert {"bands of rows (low)", fast} == set(modes)
+    wide = [size for size, mode in zip(moved, modes, strict=True) if mode == fast]
+    assert wide == sorted(wide, reverse=True)
 
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Any:
     # the tiny model's picture would be a single band
-    monkeypatch.setattr(vae, "BAND_ELEMENTS", 1 << 18)
+    monkeypatch.setattr(vae_bands, "LOW_ELEMENTS", 1 << 18)
+    monkeypatch.setattr(vae_bands, "FAST_ELEMENTS", 1 << 18)
     pipe = load("random:sdxl-tiny")
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -85,7 +105,7 @@ def _tight(pipe: Any) -> float:
     sizes = {"height": 512, "width": 512, "device": "cpu", "dtype": "fp32"}
     low = sdx_accel.plan(pipe, vram=20, **sizes).smallest_budget_gib
     made = sdx_accel.plan(pipe, vram=low, **sizes)
-    assert made.job["bands"] is not None
+    assert made.job["bands"] == "low"
     return low
 
 
@@ -93,10 +113,10 @@ def test_a_held_pipeline_decodes_in_bands_and_gives_its_decoder_back(held: Any) 
     expected = picture(held)
     held.enable_xattn(vram=_tight(held), device="cpu")
     ours = picture(held)
-    assert bands_of(held.vae) is not None
+    assert bands_of(held.vae) == "low"
     assert (ours - expected).abs().max() < 1e-4
     held.enable_xattn(vram=20, device="cpu")
-    assert bands_of(held.vae) is None
+    assert bands_of(held.vae) == "fast"
     held.enable_xattn(vram=_tight(held), device="cpu")
     picture(held)
     held.disable_xattn()
@@ -105,19 +125,22 @@ def test_a_held_pipeline_decodes_in_bands_and_gives_its_decoder_back(held: Any) 
     assert torch.equal(picture(held), expected)
 
 
-def test_a_pipeline_dropped_while_held_leaves_a_stock_decoder(
+def test_a_pipeline_dropped_while_held_leaves_no_bands_of_its_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(vae, "BAND_ELEMENTS", 1 << 18)
+    monkeypatch.setattr(vae_bands, "LOW_ELEMENTS", 1 << 18)
+    monkeypatch.setattr(vae_bands, "FAST_ELEMENTS", 1 << 18)
     pipe = load("random:sdxl-tiny")
     pipe.set_progress_bar_config(disable=True)
     pipe.enable_xattn(vram=_tight(pipe), device="cpu")
     picture(pipe)
     left = pipe.vae
-    assert bands_of(left) is not None
+    assert bands_of(left) == "low"
     del pipe
     gc.collect()
-    assert bands_of(left) is None
+    # those of the patch, which nobody has taken off
+    assert bands_of(left) == "fast"
+    assert not chosen_bands(left)
 
 
 def test_bands_that_a_user_switched_on_are_planned_and_stay(held: Any) -> None:

@@ -109,7 +109,7 @@ def test_two_gib_do_not_hold_an_fp32_decode():
     plan = sdx_accel.plan("random:sdxl", vram=2, machine=Machine.generic())
     assert not plan.feasible
     assert plan.shortfall().startswith("decode does not fit in 2.00 GiB")
-    assert 2.5 < plan.smallest_budget_gib < 3
+    assert 2.2 < plan.smallest_budget_gib < 2.6
     # what is shown of each phase is the least that it can do with
     assert all(p.predicted_peak_gib <= plan.smallest_budget_gib for p in plan.phases)
 

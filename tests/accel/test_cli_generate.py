@@ -352,8 +352,13 @@ def test_lora_changes_the_picture_by_its_scale(
     strong = cli(*options, "--lora", f"{file.relative_to(tmp_path)}:1.5")
     assert strong.code == 0, strong.err
     none = cli(*options, "--lora", f"{file}:0")
-    assert (pixels(strong.paths[0]) != plain).any()
-    assert (pixels(none.paths[0]) == plain).all()
+    differences = (
+        np.abs(pixels(made.paths[0]).astype(int) - plain.astype(int)).max()
+        for made in (strong, none)
+    )
+    # weights at another address: some machines' BLAS sums in another order there
+    assert next(differences) > 8
+    assert next(differences) <= 1
     again = cli("generate", "--from", strong.paths[0])
     assert (pixels(again.paths[0]) == pixels(strong.paths[0])).all()
     # another file under the same name is refused rather than drawn with

