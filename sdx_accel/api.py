@@ -4,11 +4,13 @@ import json
 import logging
 import os
 import sys
+import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -50,6 +52,23 @@ __all__ = [
 ]
 
 _log = logging.getLogger("sdx_accel")
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
+
+# switching on and off swaps classes and members of models that pipelines may share: one thread at a
+# time in the whole process, which may call again from within (a log handler, a callback)
+_turn = threading.RLock()
+
+
+def _in_turn(method: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+    """Have a thread wait until no other switches anything on or off."""
+
+    @wraps(method)
+    def waiting(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
+        with _turn:
+            return method(*args, **kwargs)
+
+    return waiting
 
 
 def _speak() -> None:
@@ -205,6 +224,7 @@ def _disabled() -> bool:
     return True
 
 
+@_in_turn
 def pipeline_enable_xattn(
     pipe: Any,
     attention_op: Any = None,
@@ -231,7 +251,7 @@ def pipeline_enable_xattn(
     if vram is None and ram is not None:
         raise RefusedError("ram limits what a plan may keep in host memory: give vram as well")
     _check_switches(fused=fused, learn=learn)
-    terms = None if vram is None else _terms(vram, ram, quality, learn)
+    terms = None if vram is None else _terms(vram, ram, quality, learn, fused)
     if terms is None:
         _without_budget(device)
     chosen = None if terms is None else _device(device)
@@ -250,8 +270,10 @@ def pipeline_enable_xattn(
         raise
 
 
-def _terms(vram: float | str, ram: float | str | None, quality: str, learn: bool) -> Terms:
-    return Terms(parse_vram(vram), quality, None if ram is None else parse_ram(ram), learn)
+def _terms(
+    vram: float | str, ram: float | str | None, quality: str, learn: bool, fused: bool
+) -> Terms:
+    return Terms(parse_vram(vram), quality, None if ram is None else parse_ram(ram), learn, fused)
 
 
 def _hold(pipe: Any, terms: Terms, device: torch.device) -> None:
@@ -271,6 +293,7 @@ def _hold(pipe: Any, terms: Terms, device: torch.device) -> None:
         raise
 
 
+@_in_turn
 def pipeline_disable_xattn(pipe: Any) -> None:
     """`DiffusionPipeline.disable_xattn`: nothing happens where nothing was enabled."""
     session: BudgetSession | None = getattr(pipe, "__dict__", {}).pop(_SESSION, None)
@@ -279,6 +302,7 @@ def pipeline_disable_xattn(pipe: Any) -> None:
     _restore(pipe)
 
 
+@_in_turn
 def pipeline_xattn_report(pipe: Any) -> Report:
     """`DiffusionPipeline.xattn_report`."""
     session: BudgetSession | None = getattr(pipe, "__dict__", {}).get(_SESSION)
@@ -293,6 +317,7 @@ def pipeline_xattn_report(pipe: Any) -> Report:
     return Report(layers, phases, session.plan, tuple(session.executor.retries))
 
 
+@_in_turn
 def model_enable_xattn(
     model: Any,
     attention_op: Any = None,
@@ -321,11 +346,13 @@ def model_enable_xattn(
     _patch(model, attention_op, fused)
 
 
+@_in_turn
 def model_disable_xattn(model: Any) -> None:
     """`ModelMixin.disable_xattn`."""
     _restore(model)
 
 
+@_in_turn
 def model_xattn_report(model: Any) -> Report:
     """`ModelMixin.xattn_report`."""
     return Report(tuple(sdx_patches.layers(model)), (), None)
@@ -369,6 +396,7 @@ def plan(
     controlnets: Sequence[str] = (),
     machine: Machine | None = None,
     learn: bool = True,
+    fused: bool = True,
 ) -> Plan:
     """What a job would need and where everything would lie; loads no weights, needs no GPU.
 
@@ -394,6 +422,7 @@ def plan(
         controlnets: folders, hub ids or `random:controlnet`.
         machine: a record to plan with instead of reading the card.
         learn: leave room for what earlier runs on this card took beyond their plans.
+        fused: as of `enable_xattn`: the VAE works in bands of rows by itself.
 
     Returns:
         The plan; look at `feasible`.
@@ -452,6 +481,8 @@ def plan(
             notes=notes,
             floors=floors,
             ram=allowed,
+            fused=fused,
+            vae=getattr(model, "vae", None),
         )
 
     peaks = {}
