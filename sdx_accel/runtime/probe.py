@@ -15,6 +15,7 @@ from sdx_accel.budget.units import MIB
 from sdx_accel.runtime.calibration import Record, key_of
 from sdx_accel.runtime.host_memory import limits, pinnable_bytes
 from sdx_kernels import LowerTriangularMask, attend
+from sdx_kernels.ops.group_norm import GroupMoments, upsampled_rows
 
 __all__ = ["Card", "open_card", "read_idle_cards", "warm_up"]
 
@@ -210,6 +211,19 @@ def open_card(device: torch.device) -> Card:
     return Card(device, name, _idle_bytes.get(name or ""))
 
 
+def _warm_decode(picture: torch.Tensor, kernel: torch.Tensor) -> None:
+    """The kernels of a decode in bands: what convolutions write, its norm, and upsampled rows."""
+    height, width = picture.shape[2:]
+    last = picture.contiguous(memory_format=torch.channels_last)
+    moments = GroupMoments(last, [height * width])
+    for residual in (None, last):
+        moments.store(0, last, bias=kernel[:, 0, 0, 0], residual=residual)
+    moments.settle(8, picture[0, :, 0, 0], picture[0, :, 0, 0])
+    rows = moments.normalized(last, -1, height + 1, silu=True)
+    torch.nn.functional.conv2d(rows, kernel, padding=(0, 1))
+    upsampled_rows(last, -1, 2 * height + 1)
+
+
 def warm_up(device: torch.device, dtypes: list[torch.dtype]) -> None:
     """Run one of each kind of library call, so that later readings contain their code.
 
@@ -222,6 +236,7 @@ def warm_up(device: torch.device, dtypes: list[torch.dtype]) -> None:
         torch.nn.functional.conv2d(picture, kernel, padding=1)
         torch.nn.functional.conv2d(picture, kernel, padding=1, stride=2)
         torch.nn.functional.group_norm(picture, 8)
+        _warm_decode(picture, kernel)
         rows = torch.zeros(256, 256, device=device, dtype=dtype)
         torch.nn.functional.linear(rows, rows, rows[0])
         torch.nn.functional.gelu(torch.nn.functional.layer_norm(rows, (256,)))

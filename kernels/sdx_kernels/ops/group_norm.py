@@ -198,9 +198,12 @@ def upsampled_rows(source: Tensor, top: int, bottom: int, *, op: str | None = No
 def _is_rows_last(tensor: Tensor) -> bool:
     """Whether a picture's pixels follow each other, each with its channels together."""
     _, channels, height, width = tensor.shape
-    wanted = (1, width * channels, channels)
-    sizes = (channels, height, width)
-    return all(s == w or n == 1 for n, s, w in zip(sizes, tensor.stride()[1:], wanted, strict=True))
+    _, channel, row, pixel = tensor.stride()
+    return (
+        (channel == 1 or channels == 1)
+        and (pixel == channels or width == 1)
+        and (row == width * channels or height == 1)
+    )
 
 
 def _rows_last(tensor: Tensor) -> Tensor:
