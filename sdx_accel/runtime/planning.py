@@ -127,7 +127,16 @@ def plan_job(
     first = attempt(job, budget)
     if best.feasible and best.job == first.job and may_change(first):
         words += _near_gain(best, attempt(replace(job, bands="low"), budget))
-    return replace(best, advice=words)
+    return replace(best, advice=words + _other_bits(best, first))
+
+
+def _other_bits(plan: Plan, first: Plan) -> tuple[str, ...]:
+    """Which numerics differ from those of a run without a budget, whose bits are other ones."""
+    return tuple(
+        f"other last digits than without a budget: {name} is {value}, not {first.numerics[name]}"
+        for name, value in plan.numerics.items()
+        if plan.feasible and value != first.numerics.get(name)
+    )
 
 
 def _bands_work(description: ModelDescription, dtypes: Mapping[str, str], live: Any) -> bool:

@@ -26,6 +26,7 @@ from sdx_accel.runtime.phase_calls import TOKENS, Job, phase_call, twin, vae_dty
 from sdx_accel.runtime.stream_order import Layout, Order, UnitTrace, is_compiled, layout, remember
 from sdx_accel.runtime.t2i_adapters import ADAPTER, adapter_names
 from sdx_accel.runtime.weights import unit_bytes
+from sdx_kernels.tuning.table_digest import table_digest
 from sdx_patches.text_kv import text_projections
 from sdx_patches.vae_tiles import equal_spans
 
@@ -97,6 +98,7 @@ def profile_job(
             "vae_compute": vae_dtype(description, dtypes),
             "vae_mode": _vae_mode(description, job),
             "guidance": guidance_of(description, job.guided),
+            "attention_table": table_digest(),
         },
         components=tuple(components),
         phases=phases,

@@ -160,3 +160,16 @@ def test_another_decoder_is_planned_as_a_whole(held: Any) -> None:
     assert made.numerics["vae_mode"] == "whole picture"
     held.enable_xattn(vram=20, device="cpu")
     assert bands_of(held.vae) is None
+
+
+def test_the_plan_says_which_numerics_are_not_those_without_a_budget() -> None:
+    low, fast = plan(2.5), plan(8)
+    line = (
+        "other last digits than without a budget: vae_mode is bands of rows (low), not bands of "
+        "rows (fast)"
+    )
+    assert [word for word in low.advice if "last digits" in word] == [line]
+    assert line in low.explain()
+    assert not any("last digits" in word for word in fast.advice)
+    assert len(fast.numerics["attention_table"]) == 12
+    assert fast.numerics["attention_table"] == low.numerics["attention_table"]

@@ -9,8 +9,6 @@ import torch
 
 __all__ = ["AttentionConfig", "config_for", "ladder_for", "shared_bytes"]
 
-TABLE_VERSION = 1
-
 #: head dims above this have no kernel of ours yet
 MAX_HEAD_DIM = 256
 

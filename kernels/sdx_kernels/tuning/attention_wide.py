@@ -27,8 +27,6 @@ __all__ = [
     "wide_ladder_for",
 ]
 
-TABLE_VERSION = 1
-
 #: where the fused kernels end, and the widest that anybody computes
 MAX_WIDE_DIM = 512
 
