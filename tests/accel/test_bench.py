@@ -40,7 +40,7 @@ def test_a_cell_records_what_it_ran():
 def test_short_and_full_cells():
     short = gpu._cells(False, False, 20, 3, "")
     full = gpu._cells(False, True, 20, 3, "")
-    assert [c.get("vram") for c in short] == [None, None, 8.0, 6.8]
+    assert [c.get("vram") for c in short] == [None, None, 8.0, 7.0, 6.8, 8.0]
     assert len(full) == 13
     assert max(c["pictures"] for c in full) == 100
     assert {c["model"] for c in full} == {"random:sdxl", "random:sdxl-fp16vae"}
@@ -90,18 +90,25 @@ def test_rows_are_appended_with_one_header(tmp_path):
 
 
 def test_turns_compare_each_round_with_itself():
-    options = argparse.Namespace(tiny=True, model="", vram=8.0, rounds=2, steps=3)
+    options = argparse.Namespace(tiny=True, model="", vram=(8.0, 7.0), rounds=2, steps=3)
     record = steps.run(options)
     json.dumps(record)
     assert {mode: len(values) for mode, values in record["s_per_step"].items()} == {
         "stock": 2,
         "ours": 2,
-        "budget": 2,
+        "8 GiB": 2,
+        "7 GiB": 2,
     }
-    # a mode gives the same latents each round, and the budget changes no bit
-    assert [len(found) for found in record["latents"].values()] == [1, 1, 1]
-    assert record["latents"]["ours"] == record["latents"]["budget"]
-    assert record["budget_over_best_resident"] > 0
+    # a mode gives the same latents each round, and no budget changes a bit
+    latents = record["latents"]
+    assert [len(found) for found in latents.values()] == [1, 1, 1, 1]
+    assert latents["ours"] == latents["8 GiB"] == latents["7 GiB"]
+    times = record["s_per_step"]
+    ratios = [
+        b / min(s, o) for s, o, b in zip(times["stock"], times["ours"], times["7 GiB"], strict=True)
+    ]
+    assert record["budget_over_best_resident"]["7 GiB"] == pytest.approx(sum(ratios) / 2)
+    assert set(record["budget_over_best_resident"]) == {"8 GiB", "7 GiB"}
 
 
 def test_a_decode_is_whole_and_in_bands(monkeypatch, tmp_path):
