@@ -1,6 +1,7 @@
 """Reversible patches of diffusers and transformers models onto the kernels of `sdx_kernels`.
 
-It knows the host libraries' classes; it plans nothing, prints nothing and moves nothing.
+It knows the host libraries' classes; it plans nothing and moves nothing, and says nothing but, in
+one line, what a host lacks.
 """
 
 from contextlib import suppress
@@ -8,7 +9,7 @@ from typing import Any
 
 from sdx_kernels.ops.attention_names import allowed_by
 from sdx_kernels.target import triton_status
-from sdx_patches import families
+from sdx_patches import compat, families
 from sdx_patches.report import Layer
 from sdx_patches.session import (
     EVERYONE,
@@ -48,6 +49,7 @@ def patch(root: Any, *, owner: str, attention_op: Op = None, fused: bool = True)
     """
     allowed_by(attention_op)  # raises here, not in the middle of a picture
     triton_status()  # asked here, because torch.compile(fullgraph=True) cannot import
+    compat.warn_once()
     session = PatchSession(root, owner, Settings(attention_op, fused))
     with session.applying():
         families.apply(root, session)

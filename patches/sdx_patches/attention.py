@@ -170,7 +170,8 @@ def stock_of(ours: SdxAttnProcessor) -> Any:
     if ours.stock is None and not torch.compiler.is_compiling():
         try:
             ours.stock = getattr(importlib.import_module(compat.PROCESSORS), ours.host)()
-        except TypeError:
+        # it wants arguments, or this diffusers has none
+        except (TypeError, AttributeError):
             return None
     return ours.stock
 

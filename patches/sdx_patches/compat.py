@@ -4,6 +4,9 @@ Knows names only: nothing of how a patch works. Imports a host library only insi
 """
 
 import importlib
+import logging
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 __all__ = [
@@ -25,6 +28,7 @@ __all__ = [
     "is_a",
     "missing",
     "qualified_name",
+    "warn_once",
 ]
 
 #: First and last version in which every name below was found. The tests of the patches were run
@@ -54,6 +58,9 @@ OTHER_ENCODERS: Final = (
     "transformers.models.siglip.modeling_siglip.SiglipAttention",
     "transformers.models.xlm_roberta.modeling_xlm_roberta.XLMRobertaSelfAttention",
 )
+#: Names that `warn_once` spells out for each library.
+_NAMED: Final = 3
+
 #: Module of every processor that we stand in for.
 PROCESSORS: Final = "diffusers.models.attention_processor"
 TORCH_ATTENTION: Final = "torch.nn.modules.activation.MultiheadAttention"
@@ -127,11 +134,46 @@ def missing() -> list[str]:
     return [name for name in _HOST_NAMES if not _exists(name)]
 
 
+@cache
+def warn_once() -> None:
+    """Say in one line, once a process, what the installed hosts lack; nothing where all is there.
+
+    What needs it is left as it is, layer by layer: a newer diffusers must cost speed at most.
+    """
+    said = []
+    lost = missing()
+    for library, (first, last) in CHECKED.items():
+        names = [name.partition(":")[2] for name in lost if _library(name) == library]
+        if names:
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            said.append(
+                f"{library} {_version(library)} (checked with {first} to {last}) lacks "
+                f"{', '.join(names[:_NAMED])}{more}"
+            )
+    if said:
+        logging.getLogger("sdx_patches").warning(
+            "%s; what needs them keeps the host's own attention; xattn_report() says which layers",
+            "; ".join(said),
+        )
+
+
+def _library(name: str) -> str:
+    return name.partition(":")[0].partition(".")[0]
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "of an unknown version"
+
+
 def _exists(name: str) -> bool:
     module, _, path = name.partition(":")
     try:
         found: Any = importlib.import_module(module)
-    except ImportError:
+    # a host with a broken optional library raises RuntimeError and others
+    except Exception:
         return False
     for part in path.split("."):
         found = getattr(found, part, None)

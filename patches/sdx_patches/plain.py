@@ -6,11 +6,7 @@ computed is in `attention`. The module imports diffusers and is loaded where a l
 
 from typing import Any, ClassVar
 
-from diffusers.models.attention_processor import (
-    AttnProcessor2_0,
-    FusedAttnProcessor2_0,
-    XFormersAttnProcessor,
-)
+from diffusers.models import attention_processor
 from torch import Tensor
 
 from sdx_patches.attention import SdxAttnProcessor, introduce, split_heads
@@ -24,9 +20,16 @@ __all__ = [
 ]
 
 
+# A diffusers that has dropped one of them has no layer with it and asks for it nowhere: the others
+# go on being served. One name each, for mypy takes no call as a base.
+_Plain: Any = getattr(attention_processor, "AttnProcessor2_0", object)
+_MemoryEfficient: Any = getattr(attention_processor, "XFormersAttnProcessor", object)
+_Fused: Any = getattr(attention_processor, "FusedAttnProcessor2_0", object)
+
+
 # subclasses of the host's where a pipeline asks for it: AnimateDiff for SDXL keeps the VAE's
 # attention in 16 bits only behind these three
-class SdxPlainAttnProcessor(SdxAttnProcessor, AttnProcessor2_0):
+class SdxPlainAttnProcessor(SdxAttnProcessor, _Plain):
     """In the place of `AttnProcessor2_0`, which leaves `attn.scale` unread."""
 
     host: ClassVar[str] = "AttnProcessor2_0"
@@ -37,7 +40,7 @@ class SdxPlainAttnProcessor(SdxAttnProcessor, AttnProcessor2_0):
         introduce(type(self))
 
 
-class SdxMemoryEfficientAttnProcessor(SdxAttnProcessor, XFormersAttnProcessor):
+class SdxMemoryEfficientAttnProcessor(SdxAttnProcessor, _MemoryEfficient):
     """In the place of `XFormersAttnProcessor`, which leaves `norm_q` and `norm_k` out."""
 
     host: ClassVar[str] = "XFormersAttnProcessor"
@@ -60,7 +63,7 @@ class SdxSlicedAttnProcessor(SdxEagerAttnProcessor):
     spatial: ClassVar[bool] = False
 
 
-class SdxFusedAttnProcessor(SdxAttnProcessor, FusedAttnProcessor2_0):
+class SdxFusedAttnProcessor(SdxAttnProcessor, _Fused):
     """The same for fused projections; query, key and value are strided views, not copies."""
 
     host: ClassVar[str] = "FusedAttnProcessor2_0"

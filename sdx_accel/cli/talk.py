@@ -86,8 +86,13 @@ def one_voice(talk: Talk) -> Iterator[None]:
     Args:
         talk: receives the notes.
     """
-    # the kernels speak once, when they are first compiled; the plug-in's INFO is its plans
-    levels = {"sdx_accel": logging.WARNING, "sdx_kernels": logging.INFO}
+    # the kernels speak once, when they are first compiled, and the patches, of what a newer
+    # diffusers lacks; the plug-in's INFO is its plans
+    levels = {
+        "sdx_accel": logging.WARNING,
+        "sdx_kernels": logging.INFO,
+        "sdx_patches": logging.WARNING,
+    }
     logs = [logging.getLogger(name) for name in levels]
     before = [(log.handlers, log.level, log.propagate) for log in logs]
     for log in logs:

@@ -6,6 +6,7 @@ matched by its exact class: a subclass is somebody's own and may do more than it
 
 import importlib
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 from sdx_patches import compat
@@ -37,6 +38,22 @@ class Replacement:
         module, _, name = self.target.partition(":")
         found: type[SdxAttnProcessor] = getattr(importlib.import_module(module), name)
         return found
+
+    @property
+    def lacking(self) -> str:
+        """The name that the installed diffusers lacks for our class; "" where it lacks none."""
+        return _lacking(self.target.partition(":")[0])
+
+
+@cache
+def _lacking(module: str) -> str:
+    # cached: a module that cannot be imported would be tried anew before each forward
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        # the name in `from x import name`; an attribute of ImportError since Python 3.12 only
+        return str(error).partition("'")[2].partition("'")[0] or str(error)
+    return ""
 
 
 _PLAIN: Final = "sdx_patches.plain:Sdx{}AttnProcessor"

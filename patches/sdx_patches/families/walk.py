@@ -285,7 +285,9 @@ def _show(module: nn.Module) -> None:
 
 def _replacement(attention: nn.Module) -> Replacement | None:
     found = REPLACED.get(compat.qualified_name(type(attention.processor)))
-    return None if found is None or own_code(attention, type(attention.processor)) else found
+    if found is None or own_code(attention, type(attention.processor)) or found.lacking:
+        return None
+    return found
 
 
 def _has_layer(module: nn.Module) -> bool:
@@ -321,6 +323,8 @@ def _describe_attention(path: str, attention: nn.Module) -> Layer:
         reason = LEFT_PROCESSORS.get(name, UNKNOWN_PROCESSOR)
     elif own:
         reason = own
+    elif replacement.lacking:
+        reason = f"this diffusers lacks {replacement.lacking}, which ours is made from"
     elif site is None:
         reason = _NOT_REACHED if dispatcher.is_default() else _NOT_ENABLED
     elif replacement.option:
