@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 import sdx_accel
+from sdx_accel.cli.bench import bench
 from sdx_accel.cli.doctor import doctor
 from sdx_accel.cli.generate import generate
 from sdx_accel.cli.json_errors import print_failure
@@ -34,6 +35,7 @@ app.command()(generate)
 app.command()(plan)
 app.command()(doctor)
 app.command()(verify)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)
 
 
 def _print_version(wanted: bool) -> None:
@@ -75,7 +77,8 @@ def main(args: Sequence[str] | None = None) -> int:
         )
     except SystemExit as stop:
         _say_usage(stop.__context__, sys.argv[1:] if args is None else args)
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        # a benchmark stops with whether something failed
+        return int(stop.code if isinstance(stop.code, int) else stop.code is not None)
     except KeyboardInterrupt:
         return 130
     except SdxError as error:

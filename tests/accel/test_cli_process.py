@@ -33,7 +33,7 @@ def start(arguments: list[str], folder: Path, **changes: str) -> subprocess.Pope
     )
 
 
-@pytest.mark.parametrize("verb", [[], ["generate"], ["plan"], ["doctor"]])
+@pytest.mark.parametrize("verb", [[], ["generate"], ["plan"], ["doctor"], ["bench"]])
 def test_help_answers_without_torch(tmp_path: Path, verb: list[str]) -> None:
     program = (
         "import sys; from sdx_accel.cli import main\n"
