@@ -51,7 +51,11 @@ def execute(path: Path, folder: Path, **variables: str) -> nbformat.NotebookNode
             kernel_name="python3",
             resources={"metadata": {"path": str(work)}},
         )
-        client.execute(env={**os.environ, **variables})
+        # Jupyter starts a kernel beside its notebook, where it finds the scripts that lie there
+        beside = os.pathsep.join(
+            entry for entry in (str(FOLDER), os.environ.get("PYTHONPATH")) if entry
+        )
+        client.execute(env={**os.environ, "PYTHONPATH": beside, **variables})
     finally:
         for name, value in kept.items():
             os.environ.pop(name)
