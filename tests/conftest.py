@@ -5,6 +5,13 @@ Triton decides this when it is first imported, and diffusers imports it: so befo
 
 import os
 import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+
+#: What each process that played orders of tests/patches/matrix has handed over.
+ORDER_MATRIX = pytest.StashKey[list[dict[str, Any]]]()
 
 
 def _selects_gpu(arguments: list[str]) -> bool:
@@ -28,3 +35,29 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 else:
     # as many processes as cores run beside each other: more threads would only wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+# The hooks below stand here and not beside the matrix: under `-n` only workers load its conftest.
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Take over what a worker has counted; one that crashed has left nothing."""
+    found = getattr(node, "workeroutput", {}).get("order matrix")
+    if found is not None:
+        node.config.stash.setdefault(ORDER_MATRIX, []).append(found)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print how many orders were played, added up over all processes, where any were."""
+    found = config.stash.get(ORDER_MATRIX, [])
+    if not found:
+        return
+    counts: Counter[str] = Counter()
+    for process in found:
+        counts.update(process["counts"])
+    done = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
+    terminalreporter.write_line(
+        f"order matrix: {found[0]['pairs']} ordered pairs, {found[0]['combinations']} "
+        f"combinations; this run: {done}"
+    )
+    for name, reason in found[0]["excluded"].items():
+        terminalreporter.write_line(f"order matrix: left out: {name}: {reason}")

@@ -5,6 +5,10 @@ What it was trained on and how it is judged: examples/train_demo_model and
 docs/benchmarks/demo-model.md.
 """
 
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 __all__ = ["load"]
@@ -29,9 +33,33 @@ def load(dtype: Any = None, device: Any = None) -> Any:
         CheckpointError: a file of the package is missing or damaged.
         RefusedError: unknown dtype or device.
     """
-    from sdx_accel.runtime import checkpoints
-    from sdx_accel.runtime.shipped import DEMO
+    with _without_torchvision():
+        from sdx_accel.runtime import checkpoints
+        from sdx_accel.runtime.shipped import DEMO
 
-    if dtype is None:
-        dtype = "fp32" if device is None else "auto"
-    return checkpoints.load(DEMO, dtype=dtype, device=device)
+        if dtype is None:
+            dtype = "fp32" if device is None else "auto"
+        return checkpoints.load(DEMO, dtype=dtype, device=device)
+
+
+# diffusers imports these two for IP-Adapters, which bring an encoder of their own
+_FALLBACK = re.compile(r"`(CLIP|Siglip)ImageProcessor` requires torchvision \(not installed\)")
+
+
+@contextmanager
+def _without_torchvision() -> Iterator[None]:
+    """Drop the two lines on torchvision that importing SDXL's pipeline makes transformers print.
+
+    Nobody who has installed this package as told has torchvision or needs it. Everything else that
+    transformers says is kept.
+    """
+
+    def keep(record: logging.LogRecord) -> bool:
+        return _FALLBACK.match(record.getMessage()) is None
+
+    log = logging.getLogger("transformers.utils.import_utils")
+    log.addFilter(keep)
+    try:
+        yield
+    finally:
+        log.removeFilter(keep)

@@ -80,6 +80,41 @@ def test_case_129_each_broken_file_gets_one_line(tmp_path, kind):
         assert caught.value.exit_code == 2
 
 
+@pytest.mark.parametrize("verb", ["generate", "doctor"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("truncated-data", "model.safetensors"),
+        ("html", "model.safetensors"),
+        ("lfs", "model.safetensors"),
+        ("noise", "model.safetensors"),
+        ("empty", "model.safetensors"),
+        ("pickle-zip", "model.safetensors"),
+        ("pickle-bare", "model.safetensors"),
+        ("pickle-zip", "model.ckpt"),
+        ("pickle-bare", "model.pt"),
+    ],
+)
+def test_case_129_the_command_line_says_so_and_loads_nothing(
+    cli, tmp_path, monkeypatch, kind, name, verb
+):
+    def loaded(*args, **kwargs):
+        raise AssertionError("something was loaded")
+
+    monkeypatch.setattr("sdx_accel.runtime.checkpoints.load", loaded)
+    monkeypatch.setattr("torch.load", loaded)
+    data, cause = _BROKEN[kind]
+    file = tmp_path / name
+    file.write_bytes(data)
+    line = ("generate", "x", "--model", file) if verb == "generate" else ("doctor", "-m", file)
+    result = cli(*line)
+    assert result.code == 2
+    (said,) = [line for line in result.err.splitlines() if cause in line]
+    assert name in said
+    assert "Traceback" not in result.err
+    assert not (tmp_path / "outputs").exists()
+
+
 class _TakesLoras:
     """The little of a pipeline that is looked at before a file is read."""
 

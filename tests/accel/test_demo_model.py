@@ -3,6 +3,8 @@
 import contextlib
 import io
 import json
+import logging
+import os
 import socket
 import subprocess
 import sys
@@ -213,6 +215,47 @@ def test_loading_is_quiet_and_asks_nobody() -> None:
 )
 def test_dtypes_follow_those_of_every_other_model(given: dict[str, Any], dtype: Any) -> None:
     assert sdx_accel.demo.load(**given).unet.dtype is dtype
+
+
+def test_the_first_load_of_a_process_is_quiet_too() -> None:
+    """Only then diffusers is imported, and transformers says what it does without torchvision."""
+    code = "import sdx_accel.demo; print(type(sdx_accel.demo.load()).__name__)"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.stdout.strip() == "StableDiffusionXLPipeline"
+    assert done.stderr == ""
+
+
+def test_loading_keeps_what_else_transformers_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = logging.getLogger("transformers.utils.import_utils")
+    lost = "`{}ImageProcessor` requires torchvision (not installed); falling back to the other"
+    said: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    def speaking(*args: Any, **kwargs: Any) -> None:
+        for text in (lost.format("CLIP"), lost.format("Siglip"), lost.format("ViT"), "another"):
+            log.warning(text)
+
+    monkeypatch.setattr("sdx_accel.runtime.checkpoints.load", speaking)
+    handler = Kept()
+    log.addHandler(handler)
+    filters = list(log.filters)
+    try:
+        sdx_accel.demo.load()
+        assert said == [lost.format("ViT"), "another"]
+        assert log.filters == filters
+        log.warning(lost.format("CLIP"))
+        assert said[2:] == [lost.format("CLIP")]
+    finally:
+        log.removeHandler(handler)
 
 
 def test_importing_it_is_light() -> None:

@@ -1,20 +1,24 @@
-"""Prints how many combinations of the matrix were run, and what it leaves out."""
+"""Hands over how many combinations of the matrix were run here, and what it leaves out."""
 
-from typing import Any
+import pytest
 
+from ...conftest import ORDER_MATRIX
 from .operations import EXCLUDED
 from .orders import COUNTS, combinations
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Only where tests of the matrix were run."""
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """To tests/conftest.py, which prints it; under `-n` that is in another process than this."""
     if not COUNTS:
         return
     every = combinations()
-    done = ", ".join(f"{count} {what}" for what, count in sorted(COUNTS.items()))
-    pairs = len({(order.first, order.second) for order in every})
-    terminalreporter.write_line(
-        f"order matrix: {pairs} ordered pairs, {len(every)} combinations; this run: {done}"
-    )
-    for name, reason in EXCLUDED.items():
-        terminalreporter.write_line(f"order matrix: left out: {name}: {reason}")
+    found = {
+        "pairs": len({(order.first, order.second) for order in every}),
+        "combinations": len(every),
+        "excluded": EXCLUDED,
+        "counts": dict(COUNTS),
+    }
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["order matrix"] = found
+    else:
+        session.config.stash.setdefault(ORDER_MATRIX, []).append(found)
