@@ -34,6 +34,9 @@ class Copies(Protocol):
     def wait(self, event: Any) -> None:
         """Nothing that is computed from now on runs before `event`."""
 
+    def finish(self, event: Any) -> None:
+        """The host waits for `event`, which has been recorded."""
+
     def capturing(self) -> bool:
         """Whether calls are being recorded into a graph instead of being run."""
 
@@ -61,6 +64,9 @@ class HostCopies:
         """Nothing runs in the background."""
 
     def wait(self, event: Any) -> None:
+        """Nothing runs in the background."""
+
+    def finish(self, event: Any) -> None:
         """Nothing runs in the background."""
 
     def capturing(self) -> bool:
@@ -100,7 +106,7 @@ class CudaCopies:
     def copy(
         self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Any], done: Any
     ) -> None:
-        """Copy on the copy stream; asynchronous only if `source` is pinned."""
+        """Copy on the copy stream; the host stands still unless `source` is locked memory."""
         for event in after:
             self._stream.wait_event(event)
         with torch.cuda.stream(self._stream):
@@ -116,6 +122,10 @@ class CudaCopies:
     def wait(self, event: Any) -> None:
         """Let the current stream wait; the host goes on."""
         torch.cuda.current_stream(self._device).wait_event(event)
+
+    def finish(self, event: Any) -> None:
+        """Let the host wait."""
+        event.synchronize()
 
     def capturing(self) -> bool:
         """Whether the current stream is being captured."""

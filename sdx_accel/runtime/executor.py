@@ -14,9 +14,9 @@ import torch
 
 from sdx_accel.budget.plan import Plan, StreamPlan
 from sdx_accel.budget.profile import StreamUnit
-from sdx_accel.budget.units import GIB
 from sdx_accel.runtime.copies import Copies, copies_for
 from sdx_accel.runtime.enforce import Audit, NoEnforcer, PhaseRecord
+from sdx_accel.runtime.pinning import Pinned, Pinner, Staging, pinner_for
 from sdx_accel.runtime.stream_order import layout, order_of
 from sdx_accel.runtime.streamer import Streamer
 from sdx_accel.runtime.weights import WeightUnit
@@ -47,6 +47,7 @@ class Executor:
         enforcer: holds the cap and reads the card.
         moves: False leaves every weight where it is (the CPU, where there is nothing to hold).
         copies: how bytes reach the device while it computes; None = as fits the device.
+        pinner: locks host memory; None = as fits the device.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Executor:
         *,
         moves: bool = True,
         copies: Copies | None = None,
+        pinner: Pinner | None = None,
     ) -> None:
         self.modules = dict(modules)
         self.device = device
@@ -73,8 +75,7 @@ class Executor:
         # runs while the weights of a phase pass through a ring
         self.streamer: Streamer | None = None
         self._streamed: tuple[str, ...] = ()
-        # host memory that moves and that the driver refused to lock
-        self.unpinned_bytes = 0
+        self._pinned = Pinned(pinner_for(device) if pinner is None else pinner)
         self._cast: set[str] = set()
         # rises when someone may have changed the weights: plans made before do not hold
         self.generation = 0
@@ -131,29 +132,32 @@ class Executor:
         self._pin()
         self.enforcer.free_cache()
 
+    @property
+    def unpinned_bytes(self) -> int:
+        """Host memory that moves and that the driver refused to lock."""
+        return self._pinned.refused_bytes
+
     def _pin(self) -> None:
-        """Pin what the plan moves; where pages cannot be locked the copies are merely slower."""
-        if self.device.type != "cuda" or self.plan is None:
+        """Lock what the plan moves, what is streamed first; the rest goes through small buffers."""
+        if self.plan is None or self.streamer is not None:
             return
         always = _resident_in_every_phase(self.plan)
         first = [name for stream in self.plan.streams for name in stream.components]
         moving = {name: self._units[name] for name in first}
         moving.update({n: u[always.get(n, 0) :] for n, u in self._units.items() if n not in first})
-        left = self.plan.machine.pinnable_bytes
-        refused = 0
-        for unit in (unit for units in moving.values() for unit in units if not unit.pinned):
-            beyond = left is not None and unit.n_bytes > left
-            # a driver that has refused once is not asked again for hundreds of units
-            if refused or beyond or not unit.pin():
-                refused += unit.n_bytes
-            elif left is not None:
-                left -= unit.n_bytes
-        if refused > self.unpinned_bytes:
-            _log.warning(
-                "%.2f GiB of weights could not be locked in host memory: their copies are slower",
-                refused / GIB,
-            )
-        self.unpinned_bytes = refused
+        passing = [
+            unit.n_bytes
+            for stream in self.plan.streams
+            for name in stream.components
+            for unit in self._splits[name].stream
+        ]
+        said = self._pinned.lock(
+            [unit for units in moving.values() for unit in units],
+            self.plan.machine.pinnable_bytes,
+            max(passing, default=0),
+        )
+        if said:
+            _log.warning("%s", said)
 
     def enter(self, phase: str) -> None:
         """A phase begins: close the books of the last one and put the weights in place."""
@@ -196,12 +200,14 @@ class Executor:
     def _start_stream(self, stream: StreamPlan) -> None:
         if self.copies is None:
             self.copies = copies_for(self.device)
+        buffer = self._pinned.buffer
         streamer = Streamer(
             {name: self.modules[name] for name in stream.components},
             self._units,
             [unit for name in stream.components for unit in self._splits[name].stream],
             self.copies,
             self._leave_phase,
+            None if buffer is None else Staging(buffer, self.copies),
         )
         kept = self.plan is not None and self.plan.text_kv
         text = {name: self._splits[name].text_chunks for name in stream.components if kept}
@@ -333,6 +339,7 @@ class Executor:
         self._stop_stream()
         for name in list(self._units):
             self._close(name)
+        self._pinned.close()
         self.phase = None
         self.enforcer.free_cache()
 
@@ -355,6 +362,7 @@ class Executor:
             self.uncast(name)
             for unit in units:
                 unit.abandon()
+        self._pinned.close()
         self._units = {}
         self.plan = None
         self.enforcer.free_cache()
@@ -367,6 +375,7 @@ class Executor:
             self.uncast(name)
             for unit in units:
                 unit.close(self._origin[name])
+        self._pinned.close()
         self._units = {}
         self.plan = None
         self.enforcer.free_cache()

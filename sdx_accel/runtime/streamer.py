@@ -15,6 +15,7 @@ from sdx_accel.budget.plan import StreamPlan
 from sdx_accel.budget.profile import StreamUnit
 from sdx_accel.errors import PlacementError
 from sdx_accel.runtime.copies import Copies
+from sdx_accel.runtime.pinning import Pieces, Staging
 from sdx_accel.runtime.stream_order import CALL, COMPILED, is_compiled
 from sdx_accel.runtime.weights import WeightUnit
 
@@ -25,11 +26,17 @@ class _Passing:
     """One unit that is streamed: where from, where to, and how far it is."""
 
     def __init__(
-        self, component: str, module: torch.nn.Module, source: torch.Tensor, target: torch.Tensor
+        self,
+        component: str,
+        module: torch.nn.Module,
+        pieces: Pieces,
+        pinned: bool,
+        target: torch.Tensor,
     ) -> None:
         self.component = component
         self.module = module
-        self.source = source
+        self.pieces = pieces
+        self.pinned = pinned
         self.target = target
         # units whose slots share bytes with this one's
         self.overlaps: list[_Passing] = []
@@ -51,6 +58,7 @@ class Streamer:
         order: what can be streamed, the models' units one after the other in that order.
         copies: the device's.
         on_read: called before a model's `state_dict` is read while the ring runs; has to `stop`.
+        staging: for weights whose host memory is not locked; None = they are copied as they lie.
     """
 
     def __init__(
@@ -60,11 +68,13 @@ class Streamer:
         order: Sequence[StreamUnit],
         copies: Copies,
         on_read: Callable[[], None] | None = None,
+        staging: Staging | None = None,
     ) -> None:
         self._modules = dict(modules)
         self._units = units
         self._order = list(order)
         self._copies = copies
+        self._staging = staging
         self._passing: list[_Passing] = []
         # ready are exactly the units from the next computation to before the next copy, in a circle
         self._next_copy = 0
@@ -164,13 +174,24 @@ class Streamer:
         free = self._copies.event()
         self._copies.mark(free)
         start = 0
-        for chunk, offset, size in ranges:
-            self._copies.copy(
-                blob[start : start + size], chunk.host_range(offset, size), [free], done
-            )
+        for number, (chunk, offset, size) in enumerate(ranges, 1):
+            pieces = chunk.pieces(offset, size)
+            # one behind the other, so the last stands for all; staging may wait for any of them
+            copied = done if number == len(ranges) else self._copies.event()
+            self._copy(blob[start : start + size], pieces, chunk.pinned, [free], copied)
             chunk.point(offset, size, blob, start)
             start += size
         return start
+
+    def _copy(
+        self, target: torch.Tensor, pieces: Pieces, pinned: bool, after: Sequence[Any], done: Any
+    ) -> None:
+        # what the host does beside a graph is no part of it
+        if not pinned and self._staging is not None and not self._copies.capturing():
+            self._staging.copy(target, pieces, after, done)
+            return
+        for start, data in pieces:
+            self._copies.copy(target[start : start + data.numel()], data, after, done)
 
     def _lay_ring(self, slots: Mapping[int, int], ring: torch.Tensor) -> None:
         spans = []
@@ -182,7 +203,8 @@ class Streamer:
             passing = _Passing(
                 unit.component,
                 module,
-                chunk.host_range(unit.offset, unit.n_bytes),
+                chunk.pieces(unit.offset, unit.n_bytes),
+                chunk.pinned,
                 ring[offset : offset + unit.n_bytes],
             )
             passing.copied, passing.used = self._copies.event(), self._copies.event()
@@ -286,10 +308,10 @@ class Streamer:
             self._copies.mark(self._fork)
             after.append(self._fork)
             self._fork = None
-        self._copies.copy(unit.target, unit.source, after, unit.copied)
+        self._copy(unit.target, unit.pieces, unit.pinned, after, unit.copied)
         unit.ready = unit.waits = True
         self._last_copied = unit
-        self.streamed_bytes += unit.source.numel()
+        self.streamed_bytes += unit.target.numel()
 
     def reset(self) -> None:
         """After a failure: wait for the device, trust nothing in the ring, fill it again."""

@@ -13,6 +13,7 @@ from sdx_accel.budget.plan import StreamPlan
 from sdx_accel.errors import PlacementError
 from sdx_accel.runtime import stream_order
 from sdx_accel.runtime.copies import HostCopies
+from sdx_accel.runtime.pinning import HostPinner
 from sdx_accel.runtime.stream_order import CALL, UnitTrace, layout
 from sdx_accel.runtime.streamer import Streamer
 from sdx_accel.runtime.weights import WeightUnit, unit_bytes
@@ -67,6 +68,8 @@ def _ring(model, copies, resident=(), ring=2, number=1):
             part(X)
     layouts = {n: layout(n, m, trace.orders()[n]) for n, m in models.items()}
     units = {n: [WeightUnit(n, g) for g in found.groups] for n, found in layouts.items()}
+    # as after a driver has granted everything
+    assert all(unit.pin(HostPinner()) for held in units.values() for unit in held)
     order = [unit for found in layouts.values() for unit in found.units]
     gone = [i for i in range(len(order)) if i not in resident]
     total = sum(order[i].n_bytes for i in gone)

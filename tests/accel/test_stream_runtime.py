@@ -1,22 +1,17 @@
 """Whole pictures with weights that pass through a ring: bits never change."""
 
 import copy
-import dataclasses
 
 import pytest
 import torch
 
-from sdx_accel.budget.machine import Machine
-from sdx_accel.budget.plan import StreamPlan
-from sdx_accel.budget.streaming import best_stream
 from sdx_accel.runtime import budget_session, profiler, stream_order
 from sdx_accel.runtime.architectures import architecture
 from sdx_accel.runtime.checkpoints import load
 from sdx_accel.runtime.controlnets import load_controlnet, with_controlnets
 from sdx_accel.runtime.executor import Executor
-from sdx_accel.runtime.weights import unit_bytes
 
-from .stream_case import Early, Late
+from .stream_case import Early, Late, streaming
 
 STEPS = 2
 KIB = 1 << 10
@@ -32,53 +27,6 @@ def small_units():
     profiler._traced.cache_clear()
 
 
-def _units(modules, names):
-    """(groups of weights, units that can be streamed) of some models one after the other."""
-    found = [stream_order.layout(n, modules[n], *stream_order.order_of(modules[n])) for n in names]
-    return [g for f in found for g in f.groups], [u for f in found for u in f.units]
-
-
-def _stream_plan(modules, phase, resident, ring):
-    """A hand-made layout: every `resident`-th unit stays, the others follow each other."""
-    kinds = {"denoise": ("controlnet", "unet"), "text": ("text_encoder",)}[phase]
-    names = [name for kind in kinds for name in modules if name.startswith(kind)]
-    groups, order = _units(modules, names)
-    stay = tuple(i for i in range(len(order)) if resident and i % resident == 0)
-    gone = [i for i in range(len(order)) if i not in stay]
-    total = sum(order[i].n_bytes for i in gone)
-    if ring is None:
-        # the planner's own, in half of the room that all weights need
-        everything = sum(unit_bytes(group) for group in groups)
-        rest = everything - sum(unit.n_bytes for unit in order)
-        found = best_stream(phase, order, Machine.generic(), everything // 2, rest)
-        assert found is not None
-        return found
-    size = ring * max(order[i].n_bytes for i in gone)
-    slots, offset = [], 0
-    for i in gone:
-        if offset + order[i].n_bytes > size:
-            offset = 0
-        slots.append((i, offset))
-        offset += order[i].n_bytes
-    rest = sum(unit_bytes(group) for group in groups) - total
-    return StreamPlan(phase, tuple(names), stay, tuple(slots), rest, size, total, 0.0, 0.0)
-
-
-def _streaming(plan, modules, phases, resident, ring):
-    """The same plan with the weights of some phases in a ring, and each phase alone."""
-    streams = tuple(_stream_plan(modules, phase, resident, ring) for phase in phases)
-    mine = {"text": "text_encoder", "denoise": ("controlnet", "unet"), "decode": "vae"}
-    placement = {
-        phase: {
-            name: 0 if phase in phases else n
-            for name, n in placed.items()
-            if name.startswith(mine.get(phase, ()))
-        }
-        for phase, placed in plan.placement.items()
-    }
-    return dataclasses.replace(plan, streams=streams, placement=placement)
-
-
 @pytest.fixture
 def stream(monkeypatch):
     """`stream(pipe, …)` has a pipeline run from a ring, and gives its executor."""
@@ -90,7 +38,7 @@ def stream(monkeypatch):
                 self.passes = []
 
             def hold(self, plan):
-                super().hold(_streaming(plan, self.modules, phases, resident, ring))
+                super().hold(streaming(plan, self.modules, phases, resident, ring))
 
             def _stop_stream(self):
                 if self.streamer is not None:

@@ -324,7 +324,8 @@ def test_weights_are_out_during_the_denoise_and_in_one_at_a_time(held, monkeypat
     names = text_projections(unet)
     chunks = executor._units["unet"][len(executor._used("unet")) :]
     assert chunks
-    host = [range(c._host.data_ptr(), c._host.data_ptr() + c.n_bytes) for c in chunks]
+    homes = [data for chunk in chunks for _, data in chunk.pieces(0, chunk.n_bytes)]
+    host = [range(data.data_ptr(), data.data_ptr() + data.numel()) for data in homes]
 
     def out():
         weights = [unet.get_submodule(name).weight for name in names]

@@ -263,7 +263,8 @@ def test_all_is_kept_before_any_denoiser_is_in_and_out_during_steps(shared, movi
         assert loaded == [set()] * len(moved)
         chunks = executor._units["controlnet"][len(executor._used("controlnet")) :]
         assert chunks
-        host = [range(c._host.data_ptr(), c._host.data_ptr() + c.n_bytes) for c in chunks]
+        homes = [data for chunk in chunks for _, data in chunk.pieces(0, chunk.n_bytes)]
+        host = [range(data.data_ptr(), data.data_ptr() + data.numel()) for data in homes]
         steps = []
 
         def out(*_):
