@@ -69,35 +69,16 @@ def finite_decode(pipe: Any, tell: Callable[[str], None]) -> Iterator[None]:
 def _decode_in_fp32(
     vae: Any, original: Callable[..., Any], latents: Any, args: Any, kwargs: Any
 ) -> Any:
-    """One decode with float32 weights; the module's own tensors are not touched."""
+    """On the latents' own device, or on the CPU where that has no room."""
     import torch
 
-    class Decoder(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.vae = vae
+    from sdx_accel.runtime.fp32_decode import decode_in_fp32
 
-        def forward(self, latents: Any) -> Any:
-            return original(latents, *args, **kwargs)
+    def decode(given: Any) -> Any:
+        return original(given, *args, **kwargs)
 
-    decoder = Decoder()
     home = latents.device
-
-    def on(device: Any) -> Any:
-        weights = {
-            name: value.detach().to(device, torch.float32)
-            for name, value in (*decoder.named_parameters(), *decoder.named_buffers())
-            if value.is_floating_point()
-        }
-        return torch.func.functional_call(
-            decoder, weights, (latents.to(device, torch.float32),), strict=False
-        )
-
     try:
-        return on(home)
+        return decode_in_fp32(vae, decode, latents, home, home)
     except (torch.OutOfMemoryError, BudgetExceeded):
-        result = on(torch.device("cpu"))
-    if isinstance(result, tuple):
-        return (result[0].to(home), *result[1:])
-    result.sample = result.sample.to(home)
-    return result
+        return decode_in_fp32(vae, decode, latents, torch.device("cpu"), home)

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 
 from sdx_accel.errors import PlacementError
 from sdx_accel.runtime.executor import Executor
+from sdx_accel.runtime.fp32_decode import decode_in_fp32
 from sdx_accel.runtime.prompt_cache import PromptCache
 from sdx_accel.runtime.recovery import exceeded, recovering
 from sdx_accel.runtime.text_kv_phase import TextKVPhase
@@ -273,7 +274,17 @@ def _make_coder(phase: str, base: type) -> Callable[..., Any]:
             executor.ensure("vae")
             return getattr(base, phase)(self, tensor.to(executor.device), *args, **kwargs)
 
-        return recovering(executor, "vae", phase, once)
+        def on_cpu() -> Any:
+            return decode_in_fp32(
+                self,
+                lambda latents: getattr(base, phase)(self, latents, *args, **kwargs),
+                tensor,
+                torch.device("cpu"),
+                executor.device,
+            )
+
+        last = on_cpu if phase == "decode" else None
+        return recovering(executor, "vae", phase, once, last)
 
     return code
 

@@ -38,7 +38,9 @@ _RUNGS: Final = (
     "a plan that spares this much",
     "a plan that spares twice as much",
     "the VAE in bands of rows, which may change last bits",
+    "the decode on the CPU in float32, which is slow and may change last bits",
 )
+_CPU: Final = len(_RUNGS)
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class Retry:
         phase: where it happened.
         component: the model whose call it was.
         requested: bytes that the card refused.
-        rung: 1 to 4, what was done before the repetition; each phase of a picture climbs once.
+        rung: 1 to 5, what was done before the repetition. Each phase of a picture climbs once; the
+            last one is for decodes, and each of a picture's may end there.
     """
 
     phase: str
@@ -68,7 +71,13 @@ def requested_bytes(message: str) -> int:
     return _UNKNOWN_BYTES if found is None else round(float(found[1]) * _UNITS[found[2]])
 
 
-def recovering(executor: "Executor", name: str, phase: str, call: Callable[[], Result]) -> Result:
+def recovering(
+    executor: "Executor",
+    name: str,
+    phase: str,
+    call: Callable[[], Result],
+    on_cpu: Callable[[], Result] | None = None,
+) -> Result:
     """Run `call`, and again after each refusal as long as more room can be made.
 
     Hooks of the user on the model run again with it: its calls are those of the loop plus the
@@ -79,6 +88,7 @@ def recovering(executor: "Executor", name: str, phase: str, call: Callable[[], R
         name: the component that computes.
         phase: the phase that it computes in.
         call: a pure function of what it captured.
+        on_cpu: the same without the card, for when nothing else is left.
 
     Returns:
         What `call` returns.
@@ -96,9 +106,11 @@ def recovering(executor: "Executor", name: str, phase: str, call: Callable[[], R
                 raise
             requested = requested_bytes(str(error))
         # out here nothing refers to the exception, whose frames hold every activation
-        last = _climb(executor, name, phase, requested)
+        last = _climb(executor, name, phase, requested, on_cpu not in (None, call))
         if last is not None:
-            raise _exceeded(executor, f"{phase}: {name}", requested, (first, last))
+            raise _exceeded(executor, phase, name, requested, (first, last))
+        if on_cpu is not None and executor.retries[-1].rung == _CPU:
+            call = on_cpu
 
 
 def _captures(device: torch.device) -> bool:
@@ -106,14 +118,19 @@ def _captures(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _climb(executor: "Executor", name: str, phase: str, requested: int) -> "Plan | None":
+def _climb(
+    executor: "Executor", name: str, phase: str, requested: int, to_cpu: bool
+) -> "Plan | None":
     """Make more room than last time; None, or the last plan where nothing is left to do."""
     last = executor.plan
     rung = max((r.rung for r in executor.retries if r.phase == phase), default=0)
     # a cycle of frames and exceptions may still hold activations: it is young, but what was young
     # long ago takes 0.3 s to go through, so that is left for the second time
     gc.collect(1 if rung == 0 else 2)
-    while rung < len(_RUNGS):
+    if to_cpu:
+        # another decode of the same picture ends there as well
+        rung = min(rung, _CPU - 1)
+    while rung < _CPU:
         rung += 1
         if rung == 1:
             done = _move_out(executor, name, phase)
@@ -121,8 +138,10 @@ def _climb(executor: "Executor", name: str, phase: str, requested: int) -> "Plan
             plan = _replan(executor, name, phase, round(requested * (1.1 if rung == 2 else 2)))
             done = plan is not None and plan.feasible
             last = plan or last
-        else:
+        elif rung < _CPU:
             done = phase in ("encode", "decode") and _use_bands(executor)
+        else:
+            done = to_cpu and _leave_card(executor, name)
         if done:
             retry = Retry(phase, name, requested, rung)
             executor.retries.append(retry)
@@ -144,13 +163,18 @@ def _move_out(executor: "Executor", name: str, phase: str) -> bool:
 def _replan(executor: "Executor", name: str, phase: str, more: int) -> "Plan | None":
     if executor.replan is None:
         return None
-    executor.finish()
-    executor.uncast(name)
-    executor.make_room("")
+    _leave_card(executor, name)
     plan = executor.replan(phase, more)
     if plan is not None and plan.feasible:
         executor.hold(plan)
     return plan
+
+
+def _leave_card(executor: "Executor", name: str) -> bool:
+    executor.finish()
+    executor.uncast(name)
+    executor.make_room("")
+    return True
 
 
 def _use_bands(executor: "Executor") -> bool:
@@ -171,11 +195,15 @@ def exceeded(executor: "Executor", error: torch.OutOfMemoryError) -> BudgetExcee
     last = None
     if executor.replan is not None and executor.phase is not None:
         last = executor.replan(executor.phase, round(requested * 1.1))
-    return _exceeded(executor, f"{where}: the pipeline itself", requested, (plan, last or plan))
+    return _exceeded(executor, where, "the pipeline itself", requested, (plan, last or plan))
 
 
 def _exceeded(
-    executor: "Executor", who: str, requested: int, plans: tuple["Plan | None", "Plan | None"]
+    executor: "Executor",
+    phase: str,
+    who: str,
+    requested: int,
+    plans: tuple["Plan | None", "Plan | None"],
 ) -> BudgetExceeded:
     first, last = plans
     assert first is not None
@@ -183,8 +211,10 @@ def _exceeded(
     tried = f", also after {len(executor.retries)} repetitions" if executor.retries else ""
     smallest = max(first.smallest_budget_gib, last.smallest_budget_gib)
     larger = f"; a budget of {smallest:g} GiB would do" if smallest > last.budget_gib else ""
+    if phase in ("encode", "decode") and "tiles" not in str(last.numerics.get("vae_mode")):
+        larger += "; quality near (--quality near) needs less: it has the VAE work in tiles"
     return BudgetExceeded(
-        f"{who} was refused {requested / MIB:.0f} MiB under a budget of "
+        f"{phase}: {who} was refused {requested / MIB:.0f} MiB under a budget of "
         f"{last.budget_gib:.2f} GiB{tried}: close other programs that use the card, or make a "
         f"smaller picture{larger}",
         (first, last),
