@@ -194,8 +194,12 @@ def _device(device: Any) -> torch.device:
                 "(cpu); leave device out, or call enable_xattn() without vram"
             )
         _check_cuda(chosen)
-        return chosen
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    else:
+        chosen = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if chosen.type == "cuda" and chosen.index is None:
+        # the card of this moment: it stays the same whatever torch.cuda.set_device() says later
+        chosen = torch.device("cuda", torch.cuda.current_device())
+    return chosen
 
 
 def _check_cuda(chosen: torch.device) -> None:
