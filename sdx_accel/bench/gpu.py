@@ -3,8 +3,8 @@
     python -m sdx_accel.bench.gpu [--full] [--tiny] [--steps 20] [--pictures 3]
 
 Short: the checkpoint's VAE (fp32 decode) at 8, 7 and 6.8 GiB, our unconstrained run and stock, and
-at 8 GiB a VAE that decodes in fp16: about three minutes. `--full` adds diffusers' model offload, all
-of it with the fp16 decode, and a hundred pictures in a row.
+at 8 GiB a VAE that decodes in fp16: about three minutes. `--full` adds diffusers' model offload,
+all of it with the fp16 decode, and a hundred pictures in a row.
 
 Random weights in the public architecture: same bytes, shapes and arithmetic as the checkpoint, no
 network. Every cell runs in its own process while another process samples the driver's memory every
