@@ -1,4 +1,7 @@
-"""Fixtures of the kernel tests: the interpreter is on, and a call proves what ran."""
+"""Fixtures of the kernel tests: the interpreter is on, and a call proves what ran.
+
+Every launch is held against the tuning tables: one that no table has for its inputs fails the test.
+"""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -8,6 +11,21 @@ import pytest
 import torch
 
 from sdx_kernels import attend, count
+from sdx_kernels.target import triton_status
+
+from .tables import hold_to_tables
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _launches_come_from_tables() -> Iterator[None]:
+    if not triton_status()[0]:
+        yield
+        return
+    from sdx_kernels._triton.attention_launch import watch_launches
+
+    watch_launches(hold_to_tables)
+    yield
+    watch_launches(None)
 
 
 @pytest.fixture(scope="session")

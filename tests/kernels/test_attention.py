@@ -262,9 +262,10 @@ def test_bfloat16_on_torchs_path() -> None:
 
 
 def test_case_048_forward_repeats_bit_for_bit(run: Run) -> None:
-    q, k, v = random_inputs(2, 130, 130, 2, 40, dtype=torch.float16)
+    # two tiles of queries and of keys, the second ones of two rows
+    q, k, v = random_inputs(1, 130, 130, 2, 40, dtype=torch.float16)
     first = run(q, k, v)
-    assert all(torch.equal(first, run(q, k, v)) for _ in range(5))
+    assert all(torch.equal(first, run(q, k, v)) for _ in range(19))
 
 
 @pytest.mark.parametrize("op", ["triton", "reference", None])

@@ -138,10 +138,11 @@ def test_case_054_checkpointing_recomputes_the_same_bits(run: Run) -> None:
 
 
 def test_case_048_backward_repeats_bit_for_bit(run: Run) -> None:
-    q, k, v = (t.requires_grad_() for t in random_inputs(2, 65, 77, 2, 40, dtype=torch.float16))
-    first = torch.autograd.grad(run(q, k, v).float().square().sum(), (q, k, v))
-    for _ in range(3):
-        again = torch.autograd.grad(run(q, k, v).float().square().sum(), (q, k, v))
+    q, k, v = (t.requires_grad_() for t in random_inputs(1, 65, 77, 1, 40, dtype=torch.float16))
+    loss = run(q, k, v).float().square().sum()
+    first = torch.autograd.grad(loss, (q, k, v), retain_graph=True)
+    for _ in range(19):
+        again = torch.autograd.grad(loss, (q, k, v), retain_graph=True)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 

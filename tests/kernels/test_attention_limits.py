@@ -200,6 +200,20 @@ def test_case_058_sizes_may_stay_dynamic_in_one_graph(
             torch.testing.assert_close(ours, right, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("op", [None, "triton", "reference"])
+def test_case_057_the_operator_breaks_no_graph(interpreter: None, op: str | None) -> None:
+    q, k, v = random_inputs(1, 9, 11, 1, 16)
+
+    def call(query: torch.Tensor, mask: Any) -> torch.Tensor:
+        return memory_efficient_attention(query * 2, k, v, mask, op=op) + 1
+
+    for mask in masks_of(9, 11).values():
+        torch._dynamo.reset()
+        found = torch._dynamo.explain(call)(q, mask)
+        assert found.graph_break_count == 0, found.break_reasons
+        assert found.graph_count == 1
+
+
 def test_case_056_the_first_call_of_a_process_may_be_a_compiled_one() -> None:
     code = """
 import torch

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from sdx_kernels import target
+from sdx_kernels import KeyPaddingMask, count, memory_efficient_attention, target
 from sdx_kernels.reference.attention import attention
 from sdx_kernels.testing import (
     assert_close,
@@ -79,6 +79,19 @@ def check(
     # four ulp of fp32 where scores are large
     bound = 2e-5 + 2**-22 * truth.nan_to_num(neginf=0.0).abs()
     assert ((lse - truth).nan_to_num().abs() < bound).all()
+
+
+@pytest.mark.parametrize("mask", ["none", "keys", "bias"])
+def test_the_operator_reaches_it_by_name(mask: str) -> None:
+    q, k, v = random_inputs(2, 19, 77, 2, 40, dtype=torch.float16)
+    exists = torch.arange(77).expand(2, -1) < 60
+    masks = {"none": None, "keys": KeyPaddingMask(exists), "bias": torch.randn(2, 2, 19, 77)}
+    before = count("triton-short")
+    out = memory_efficient_attention(q, k, v, masks[mask], op="triton-short")
+    assert count("triton-short") == before + 1
+    assert_close(out, reference64(q, k, v, masks[mask]), peer=math_peer(q, k, v, masks[mask]))
+    memory_efficient_attention(q, k, v, masks[mask], op="triton-short")
+    assert count("triton-short") == before + 2
 
 
 # some of the lengths the slow test covers, drawn once: the ends and what text encoders give always

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from sdx_kernels import count, memory_efficient_attention
 from sdx_kernels.errors import LaunchRefused
 from sdx_kernels.reference.attention import attention
 from sdx_kernels.testing import (
@@ -79,6 +80,17 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: str) -> None:
     assert_close(out, reference64(q, k, v), peer=math_peer(q, k, v))
     _, truth = attention(q.double(), k.double(), v.double(), scale=q.shape[-1] ** -0.5)
     assert (lse - truth).abs().max() < 2e-5
+
+
+def test_the_operator_reaches_it_by_name() -> None:
+    q, k, v = random_inputs(1, 19, 43, 2, 40, dtype=torch.float16)
+    before = count("triton-tma")
+    out = memory_efficient_attention(q, k, v, op="triton-tma")
+    assert count("triton-tma") == before + 1
+    assert_close(out, reference64(q, k, v), peer=math_peer(q, k, v))
+    # the second call is a remembered one
+    assert torch.equal(memory_efficient_attention(q, k, v, op="triton-tma"), out)
+    assert count("triton-tma") == before + 2
 
 
 @pytest.mark.parametrize("form", FORMS)

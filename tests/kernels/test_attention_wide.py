@@ -61,6 +61,11 @@ class Case:
         )
 
     @property
+    def biased(self) -> bool:
+        """Whether there is a bias that has a gradient."""
+        return self.bias is not None and self.bias.dtype != torch.bool
+
+    @property
     def allowed(self) -> torch.Tensor | None:
         queries, keys = self.inputs[0].shape[1], self.inputs[1].shape[1]
         inside = None
@@ -135,7 +140,7 @@ def backward(
             key_mask=case.key_mask,
             band=case.band,
             bias_grad=True,
-            ladder=wide_grad_ladder_for((8, 6), case.kind),
+            ladder=wide_grad_ladder_for((8, 6), replace(case.kind, bias_grad=case.biased)),
         )
     for gradient, tensor in zip(grads, (*case.inputs, case.bias), strict=True):
         if gradient is not None and tensor is not None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -56,3 +57,34 @@ def test_case_149_every_sample_is_timed_alone_after_the_warm_up() -> None:
     times = bench.samples_ms(call, torch.device("cpu"), samples=4, clock=lambda: now)
     assert times == [250.0] * 4
     assert calls == [*range(10), *range(4)]
+
+
+def test_the_dispatch_benchmark_has_a_row_for_every_way(tmp_path: Path) -> None:
+    script = BENCH.with_name("bench_dispatch.py")
+    out = tmp_path / "deep" / "dispatch.json"
+    command = [sys.executable, str(script), "--tiny", "--device", "cpu"]
+    # where $OUT names a folder, --json is not needed
+    environment = {**os.environ, "OUT": str(out.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    document = json.loads(out.read_text())
+    ran = {(row["case"], row["op"]): row["ran"] for row in document["rows"]}
+    assert ran == {
+        ("self", ""): "sdpa",
+        ("self", "sdpa"): "sdpa",
+        ("cross", ""): "sdpa",
+        ("cross", "sdpa"): "sdpa",
+        ("causal (CLIP)", ""): "reference",
+        ("key padding", ""): "sdpa",
+        ("dense bias", ""): "sdpa",
+        ("self in bf16", ""): "sdpa",
+        ("512 dims", ""): "sdpa",
+        ("forward of gradients", ""): "sdpa",
+        ("backward", ""): "torch's",
+        ("backward of causal", ""): "reference-backward",
+    }
+    for row in document["rows"]:
+        assert row["ours_us"] > 0
+        assert row["torch_us"] > 0
+        assert abs(row["ours_us"] - row["torch_us"] - row["above_us"]) < 0.02
+    assert document["machine"]["torch"] == torch.__version__
+    assert len(done.stdout.splitlines()) == len(document["rows"])

@@ -3,7 +3,19 @@
 import pytest
 import torch
 
-from sdx_kernels import attend, count, target
+from sdx_kernels import (
+    KeyPaddingMask,
+    LowerTriangularFromBottomRightMask,
+    LowerTriangularMask,
+    attend,
+    count,
+    target,
+)
+from sdx_kernels.bias import (
+    BlockDiagonalMask,
+    LocalAttentionFromBottomRightMask,
+    LowerTriangularFromBottomRightLocalAttentionMask,
+)
 from sdx_kernels.ops import attention_memo
 from sdx_kernels.target import Target
 from sdx_kernels.testing import random_inputs
@@ -101,3 +113,90 @@ def test_it_does_not_grow_without_end(monkeypatch):
     for length in range(1, 12):
         attend(*random_inputs(1, length, 8, 1, 16))
     assert _known() <= 4
+
+
+def masks(seed=0):
+    """Masks of 9 queries and 21 keys whose choice is remembered, other ones for another seed."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.rand(2, 2, 9, 21, generator=generator)
+    return {
+        "causal": LowerTriangularMask(),
+        "causal from the end": LowerTriangularFromBottomRightMask(),
+        "keys": KeyPaddingMask(numbers[:, 0, 0] > 0.3),
+        "keys of all": KeyPaddingMask(numbers[:1, 0, 0] > 0.3),
+        "float": numbers,
+        "of heads": numbers[:1, :, :1],
+        "bool": numbers > 0.3,
+    }
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("op", [None, "triton", "reference"])
+@pytest.mark.parametrize("name", masks())
+def test_masked_calls_are_settled_once_too(name, op, interpreter):
+    inputs = random_inputs(2, 9, 21, 2, 16)
+    attend(*inputs, masks()[name], op=op)
+    assert _known() == 1
+    others = random_inputs(2, 9, 21, 2, 16, seed=5)
+    mask = masks(seed=5)[name]
+    (known,) = attention_memo._known.values()
+    before = count(known.choice.name)
+    found, choice = attend(*others, mask, scale=0.3, op=op)
+    assert count(choice.name) == before + 1
+    assert _known() == 1
+    attention_memo._known.clear()
+    expected, again = attend(*others, mask, scale=0.3, op=op)
+    assert torch.equal(found, expected)
+    assert choice == again
+
+
+@torch.no_grad()
+def test_each_mask_has_a_choice_of_its_own():
+    inputs = random_inputs(2, 9, 21, 2, 16)
+    alone = {name: attend(*inputs, mask)[0] for name, mask in masks().items()}
+    alone["none"] = attend(*inputs)[0]
+    for name, mask in (*masks().items(), ("none", None)):
+        assert torch.equal(attend(*inputs, mask)[0], alone[name])
+    assert _known() == len(alone) == 8
+    # the dtype of a bias decides too
+    attend(*inputs, masks()["float"].double())
+    assert _known() == 9
+
+
+@torch.no_grad()
+def test_masks_with_numbers_of_their_own_take_the_long_way():
+    class Mine(LowerTriangularMask):
+        pass
+
+    inputs = random_inputs(1, 9, 21, 2, 16)
+    for mask in (
+        LocalAttentionFromBottomRightMask(3, 3),
+        LowerTriangularFromBottomRightLocalAttentionMask(9),
+        LowerTriangularMask().add_bias(torch.ones(9, 21)),
+        BlockDiagonalMask.from_seqlens((3, 6), (7, 14)),
+        Mine(),
+        torch.ones(9, 21),
+    ):
+        attend(*inputs, mask)
+    assert _known() == 0
+
+
+def test_a_bias_that_wants_a_gradient_takes_the_long_way(interpreter):
+    inputs = random_inputs(1, 8, 8, 1, 16)
+    bias = torch.zeros(1, 1, 8, 8)
+    attend(*inputs, bias, op="triton")
+    assert _known() == 1
+    bias.requires_grad_()
+    attend(*inputs, bias, op="triton")[0].sum().backward()
+    assert bias.grad is not None
+
+
+@torch.no_grad()
+def test_what_a_mask_is_checked_for_is_checked_every_time():
+    inputs = random_inputs(2, 9, 21, 2, 16)
+    for mask in masks().values():
+        attend(*inputs, mask)
+    for wrong in (KeyPaddingMask(torch.ones(2, 20) > 0), torch.ones(1, 2, 9, 20)):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"does not fit|cannot be broadcast"):
+                attend(*inputs, wrong)

@@ -2,15 +2,18 @@
 
 It knows which kernels there are; it must not run anything or ask a device. Triton cannot compile
 in a process that interprets, so run it in one without TRITON_INTERPRET:
-`python -m sdx_kernels._triton.aot 86 90` prints a JSON line for every launch configuration, and
-`86:forward` those of one family; `--first` only the first of each. `--record FILE` also writes
-what was found into a file that tests hold against the sources.
+`python -m sdx_kernels._triton.aot 86 90` prints a JSON line for every launch configuration of
+attention, and `86:group-norm` those of one family; `--first` only the first of each family,
+`--kernels` of each kernel, and `--sample N` as many drawn once and for all. `--record FILE` also
+writes what was found into a file that tests hold against the sources.
 """
 
+import argparse
 import hashlib
 import json
+import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,11 +25,25 @@ from sdx_kernels._triton.attention_bwd_aot import backward_launches
 from sdx_kernels._triton.attention_fwd_aot import forward_launches
 from sdx_kernels._triton.attention_special_aot import short_launches, tma_launches, wide_launches
 from sdx_kernels._triton.attention_tma_bwd_aot import tma_backward_launches
+from sdx_kernels._triton.group_norm_aot import group_norm_launches
 from sdx_kernels.tuning.attention import SHARED_MEMORY
 
-__all__ = ["ARCHITECTURES", "DESCRIPTORS", "FAMILIES", "digest", "facts", "launches", "record"]
+__all__ = [
+    "ARCHITECTURES",
+    "ATTENTION",
+    "DESCRIPTORS",
+    "ELEMENTWISE",
+    "FAMILIES",
+    "architectures",
+    "digest",
+    "facts",
+    "first_of_kernels",
+    "launches",
+    "record",
+    "sample",
+]
 
-#: cards whose kernels are checked; sm_75 has no tensor-core path in Triton and is refused
+#: cards whose attention kernels are checked; sm_75 has no tensor-core path in Triton and is refused
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 
 FAMILIES: dict[str, Callable[[int], Iterator[Launch]]] = {
@@ -36,10 +53,17 @@ FAMILIES: dict[str, Callable[[int], Iterator[Launch]]] = {
     "short": short_launches,
     "tma": tma_launches,
     "attention-tma-bwd": tma_backward_launches,
+    "group-norm": group_norm_launches,
 }
 
 #: families that load through tensor descriptors, and so have nothing below sm_90
 DESCRIPTORS = ("tma", "attention-tma-bwd")
+
+#: families that multiply no matrices, and so serve Turing too
+ELEMENTWISE = ("group-norm",)
+
+#: what a card's number alone asks for
+ATTENTION = tuple(family for family in FAMILIES if family not in ELEMENTWISE)
 
 #: the device code of a family, relative to this file
 SOURCES: dict[str, tuple[str, ...]] = {
@@ -49,13 +73,41 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "short": ("attention_short.py",),
     "tma": ("attention_tma.py",),
     "attention-tma-bwd": ("attention_tma_bwd*.py", "attention_bwd_parts.py"),
+    "group-norm": ("group_norm*.py",),
 }
+
+
+def architectures(family: str) -> tuple[int, ...]:
+    """The cards that a family's kernels run on: no other card has launches of it."""
+    if family in ELEMENTWISE:
+        return 75, *ARCHITECTURES
+    return tuple(a for a in ARCHITECTURES if a >= 90 or family not in DESCRIPTORS)
 
 
 def launches(architecture: int, families: tuple[str, ...] = ()) -> Iterator[Launch]:
     """What dispatch may launch on an architecture, by family; default: all of them."""
     for family in families or FAMILIES:
-        yield from FAMILIES[family](architecture)
+        if architecture in architectures(family):
+            yield from FAMILIES[family](architecture)
+
+
+def first_of_kernels(of: Iterable[Launch]) -> Iterator[Launch]:
+    """The first launch of every kernel of every family."""
+    return _firsts(of, lambda launch: (launch.family, launch.source.fn.__name__))
+
+
+def _firsts(of: Iterable[Launch], kind: Callable[[Launch], object]) -> Iterator[Launch]:
+    seen: set[object] = set()
+    for launch in of:
+        if kind(launch) not in seen:
+            seen.add(kind(launch))
+            yield launch
+
+
+def sample(architecture: int, of: Iterable[Launch], number: int) -> list[Launch]:
+    """So many launches, others on each card, and the same in every run over the same tables."""
+    found = list(of)
+    return random.Random(architecture).sample(found, min(number, len(found)))
 
 
 def facts(launch: Launch, architecture: int) -> dict[str, Any]:
@@ -69,7 +121,8 @@ def facts(launch: Launch, architecture: int) -> dict[str, Any]:
             launch.family not in DESCRIPTORS or not launch.tensor_core or made.descriptor_loads > 0
         )
     )
-    return {"family": launch.family, **launch.key, **asdict(made), "clean": clean}
+    names = {"family": launch.family, "function": launch.source.fn.__name__}
+    return {**names, **launch.key, **asdict(made), "clean": clean}
 
 
 def digest(family: str, architecture: int) -> str:
@@ -115,19 +168,29 @@ def record(file: Path, found: list[dict[str, Any]]) -> None:
 
 def main(arguments: list[str]) -> None:
     """Prints a JSON line for every launch that the arguments name."""
-    first = "--first" in arguments
-    file = arguments[arguments.index("--record") + 1] if "--record" in arguments else None
+    parser = argparse.ArgumentParser(description="Compiles kernels for GPUs that are not here.")
+    parser.add_argument("cards", nargs="+", metavar="ARCHITECTURE[:FAMILY]")
+    some = parser.add_mutually_exclusive_group()
+    some.add_argument("--first", action="store_true", help="only the first of each family")
+    some.add_argument("--kernels", action="store_true", help="only the first of each kernel")
+    some.add_argument("--sample", type=int, metavar="N", help="only N, the same ones every time")
+    some.add_argument("--record", type=Path, metavar="FILE", help="keep what was found")
+    asked = parser.parse_args(arguments)
     found = []
-    for argument in (a for a in arguments if not a.startswith("--") and a != file):
-        number, _, family = argument.partition(":")
-        seen: set[str] = set()
-        for launch in launches(int(number), (family,) if family else ()):
-            if not (first and launch.family in seen):
-                found.append(facts(launch, int(number)))
-                print(json.dumps(found[-1]), flush=True)
-            seen.add(launch.family)
-    if file is not None and not first:
-        record(Path(file), found)
+    for card in asked.cards:
+        number, _, family = card.partition(":")
+        chosen: Iterable[Launch] = launches(int(number), (family,) if family else ATTENTION)
+        if asked.first:
+            chosen = _firsts(chosen, lambda launch: launch.family)
+        elif asked.kernels:
+            chosen = first_of_kernels(chosen)
+        elif asked.sample is not None:
+            chosen = sample(int(number), chosen, asked.sample)
+        for launch in chosen:
+            found.append(facts(launch, int(number)))
+            print(json.dumps(found[-1]), flush=True)
+    if asked.record is not None:
+        record(asked.record, found)
 
 
 if __name__ == "__main__":

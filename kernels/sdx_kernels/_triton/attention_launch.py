@@ -27,6 +27,7 @@ __all__ = [
     "reach",
     "run_ladder",
     "say_first_use",
+    "watch_launches",
 ]
 
 Config = TypeVar("Config")
@@ -124,6 +125,19 @@ class Bound:
         self._start(*changing, *self._fixed)
 
 
+#: told of every launch before it is made, where a test wants to know
+_watcher: Callable[[tuple[object, ...], Any], None] | None = None
+
+
+def watch_launches(watcher: Callable[[tuple[object, ...], Any], None] | None) -> None:
+    """Lets a test see each launch's key and configuration, and refuse it by an exception.
+
+    The tests hold every launch against the tuning tables so; None ends it.
+    """
+    global _watcher
+    _watcher = watcher
+
+
 def run_ladder(
     key: tuple[object, ...], ladder: tuple[Config, ...], launch: Callable[[Config], None]
 ) -> None:
@@ -142,6 +156,8 @@ def run_ladder(
         say_first_use()
     refusal: Exception | None = None
     for step in range(_steps.get(key, 0), len(ladder)):
+        if _watcher is not None:
+            _watcher(key, ladder[step])
         try:
             launch(ladder[step])
         except triton.runtime.errors.OutOfResources as error:

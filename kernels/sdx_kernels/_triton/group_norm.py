@@ -9,9 +9,16 @@ import triton
 import triton.language as tl
 
 from sdx_kernels._triton.binaries import start
-from sdx_kernels.tuning.group_norm import GroupNormTile, tile_for
+from sdx_kernels.tuning.group_norm import AFFINE_WARPS, GroupNormTile, tile_for
 
-__all__ = ["affine", "normalized_rows", "store_rows", "upsampled_rows"]
+__all__ = [
+    "affine",
+    "affine_constants",
+    "normalized_rows",
+    "store_rows",
+    "tile_constants",
+    "upsampled_rows",
+]
 
 #: sizes change with every picture and must not compile anew
 SIZES = ("pixels", "first_slot", "slots", "first_pixel", "valid_pixels")
@@ -178,6 +185,30 @@ def upsample_kernel(
         tl.store(out, x, mask=written)
 
 
+def tile_constants(channels: int) -> dict[str, object]:
+    """Compile-time arguments that no input decides but the number of channels."""
+    tile = tile_for(channels)
+    return {
+        "C": channels,
+        "BLOCK_P": tile.pixels,
+        "BLOCK_C": tile.channels,
+        "STEPS": tile.steps,
+    }
+
+
+def affine_constants(channels: int, groups: int, *, with_affine: bool) -> dict[str, object]:
+    """Compile-time arguments of the kernel that ends the gathering."""
+    each = channels // groups
+    block = triton.next_power_of_2(each)
+    return {
+        "C": channels,
+        "EACH": each,
+        "BLOCK_S": max(16, 2048 // block),
+        "BLOCK_C": block,
+        "AFFINE": with_affine,
+    }
+
+
 def _grid(tile: GroupNormTile, batch: int, channels: int, pixels: int) -> tuple[int, int, int]:
     chunks = triton.cdiv(pixels, tile.pixels * tile.steps)
     return chunks, triton.cdiv(channels, tile.channels), batch
@@ -212,7 +243,7 @@ def store_rows(
         float(divisor),
     )
     constants = {
-        **_constants(tile, channels),
+        **tile_constants(channels),
         "BIAS": bias is not None,
         "RESIDUAL": residual is not None,
         "DIVIDE": divisor != 1,
@@ -234,9 +265,7 @@ def affine(
 ) -> torch.Tensor:
     """Factor and offset of each channel, `[B, 2, C]` in fp32."""
     batch, slots, _, channels = moments.shape
-    each = channels // groups
     out = moments.new_empty((batch, 2, channels))
-    block = triton.next_power_of_2(each)
     arguments = (
         moments,
         counts,
@@ -246,15 +275,9 @@ def affine(
         slots,
         float(eps),
     )
-    constants = {
-        "C": channels,
-        "EACH": each,
-        "BLOCK_S": max(16, 2048 // block),
-        "BLOCK_C": block,
-        "AFFINE": weight is not None,
-    }
+    constants = affine_constants(channels, groups, with_affine=weight is not None)
     with torch.cuda.device_of(moments):
-        start(affine_kernel, (groups, batch, 1), arguments, constants, 4)
+        start(affine_kernel, (groups, batch, 1), arguments, constants, AFFINE_WARPS)
     return out
 
 
@@ -275,7 +298,7 @@ def normalized_rows(
         top * width,
         height * width,
     )
-    constants = {**_constants(tile, channels), "SILU": silu}
+    constants = {**tile_constants(channels), "SILU": silu}
     grid = _grid(tile, batch, channels, pixels)
     with torch.cuda.device_of(source):
         start(normalize_kernel, grid, arguments, constants, tile.num_warps)
@@ -289,13 +312,4 @@ def upsampled_rows(source: torch.Tensor, top: int, out: torch.Tensor) -> None:
     arguments = (source, out, source.stride(0), out.stride(0), pixels, width, top, height)
     grid = _grid(tile, batch, channels, pixels)
     with torch.cuda.device_of(source):
-        start(upsample_kernel, grid, arguments, _constants(tile, channels), tile.num_warps)
-
-
-def _constants(tile: GroupNormTile, channels: int) -> dict[str, object]:
-    return {
-        "C": channels,
-        "BLOCK_P": tile.pixels,
-        "BLOCK_C": tile.channels,
-        "STEPS": tile.steps,
-    }
+        start(upsample_kernel, grid, arguments, tile_constants(channels), tile.num_warps)

@@ -92,11 +92,11 @@ def attend(
     Returns:
         The output, and a `Choice` whose `name` ran and whose `reasons` say why no other did.
     """
-    plain = attn_bias is None and p == 0.0 and output_dtype is None
-    known = plain_key(query, key, value, op) if plain else None
+    plain = p == 0.0 and output_dtype is None
+    known = plain_key(query, key, value, op, attn_bias) if plain else None
     if known is not None and (hit := recall(known, query)) is not None:
         try:
-            return hit(query, key, value, scale), hit.choice
+            return hit(query, key, value, scale, attn_bias), hit.choice
         except LaunchRefused:
             forget(known)
     only = allowed_by(op)
@@ -106,7 +106,7 @@ def attend(
     out, _, choice = run(inputs, only, backward_by(op, only))
     # a call whose tensors had to be converted takes the long way each time
     if known is not None and inputs.query is query and inputs.key is key and inputs.value is value:
-        remember(known, inputs.signature, OPERATOR.get(choice.name), choice)
+        remember(known, inputs.signature, OPERATOR.get(choice.name), choice, inputs.band)
     return out, choice
 
 

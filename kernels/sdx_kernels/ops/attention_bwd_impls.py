@@ -135,7 +135,7 @@ def _reasons(s: Signature) -> list[str]:
 
 
 def _run(inputs: BackwardInputs) -> Gradients:
-    from sdx_kernels._triton.attention_bwd_launch import launch_attention_bwd
+    from sdx_kernels._triton.attention_launchers import launch_attention_bwd
 
     ladder = _ladder(inputs.signature)
     assert ladder is not None
@@ -160,7 +160,7 @@ def _wide_reasons(s: Signature) -> list[str]:
 
 
 def _run_wide(inputs: BackwardInputs) -> Gradients:
-    from sdx_kernels._triton.attention_wide_launch import launch_attention_wide_bwd
+    from sdx_kernels._triton.attention_launchers import launch_attention_wide_bwd
 
     ladder = _wide_ladder(inputs.signature)
     return launch_attention_wide_bwd(**_kernel_arguments(inputs), ladder=ladder)
@@ -190,7 +190,7 @@ def _tma_reasons(s: Signature) -> list[str]:
 
 
 def _run_tma(inputs: BackwardInputs) -> Gradients:
-    from sdx_kernels._triton.attention_tma_bwd_launch import launch_attention_tma_bwd
+    from sdx_kernels._triton.attention_launchers import launch_attention_tma_bwd
 
     ladder = _tma_ladder(inputs.signature)
     assert ladder is not None

@@ -115,7 +115,7 @@ def _shared(inputs: AttentionInputs) -> dict[str, Any]:
 
 
 def _run_triton(inputs: AttentionInputs) -> Result:
-    from sdx_kernels._triton.attention_fwd import launch_attention_fwd
+    from sdx_kernels._triton.attention_launchers import launch_attention_fwd
 
     return launch_attention_fwd(
         **_shared(inputs),
@@ -168,7 +168,7 @@ def _short_reasons(s: Signature) -> list[str]:
 
 
 def _run_short(inputs: AttentionInputs) -> Result:
-    from sdx_kernels._triton.attention_short import launch_attention_short
+    from sdx_kernels._triton.attention_launchers import launch_attention_short
 
     return launch_attention_short(
         **_shared(inputs),
@@ -196,7 +196,7 @@ def _plain_short_ladder(
 def _plain_short(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    from sdx_kernels._triton.attention_short import plain_attention_short
+    from sdx_kernels._triton.attention_launchers import plain_attention_short
 
     card = target.of(query.device)
     return plain_attention_short(
@@ -233,7 +233,7 @@ def _tma_reasons(s: Signature) -> list[str]:
 
 
 def _run_tma(inputs: AttentionInputs) -> Result:
-    from sdx_kernels._triton.attention_tma import launch_attention_tma
+    from sdx_kernels._triton.attention_launchers import launch_attention_tma
 
     return launch_attention_tma(
         **_shared(inputs),
@@ -258,7 +258,7 @@ def _plain_tma_ladder(
 def _plain_tma(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    from sdx_kernels._triton.attention_tma import plain_attention_tma
+    from sdx_kernels._triton.attention_launchers import plain_attention_tma
 
     card = target.of(query.device)
     return plain_attention_tma(
@@ -303,7 +303,7 @@ def _wide_reasons(s: Signature) -> list[str]:
 
 
 def _run_wide(inputs: AttentionInputs) -> Result:
-    from sdx_kernels._triton.attention_wide_launch import launch_attention_wide_fwd
+    from sdx_kernels._triton.attention_launchers import launch_attention_wide_fwd
 
     return launch_attention_wide_fwd(
         **_shared(inputs),

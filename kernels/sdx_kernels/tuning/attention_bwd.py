@@ -89,6 +89,12 @@ _KEYS_ON_10: dict[tuple[int, int, str], tuple[AttentionConfig, ...]] = {
     (128, 2, "plain"): _one(32, 32, 8, 1, _CLEAN_ON_10),
     (128, 2, "biased"): _one(16, 32, 8, 1, _CLEAN_ON_10),
 }
+#: the same for compute capability 8.0, which has more shared memory than 8.6 and no other registers
+_KEYS_ON_80: dict[tuple[int, int, str], tuple[AttentionConfig, ...]] = {
+    (64, 4, "combined"): _one(
+        16, 16, 8, 1, "32 queries a step spill 16 bytes on sm_80 at head dim 40 and 40 at 64"
+    ),
+}
 #: the same for compute capability 9.x and 64 dims: three stages, where two take 1.28 ms for all
 #: gradients at 2x10x4096^2 on an H200 and these 0.96, cuDNN 0.50
 _ON_9 = "fastest of those tried on an H200, D 64 (docs/kernels/attention.md)"
@@ -192,6 +198,8 @@ def backward_ladder_for(
     keys = _KEYS.get((*size, kind), ())
     if capability[0] == 10:
         keys = _KEYS_ON_10.get((*size, kind), keys)
+    if capability == (8, 0):
+        keys = _KEYS_ON_80.get((*size, kind), keys)
     queries = _QUERIES.get((*size, kind), ())
     if not head_dim == value_dim == size[0]:
         keys = _RAGGED_KEYS.get((*size, kind), keys)

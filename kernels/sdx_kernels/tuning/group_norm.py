@@ -5,7 +5,7 @@ They only stream memory, so one tile serves every card; nothing is timed.
 
 from dataclasses import dataclass
 
-__all__ = ["GroupNormTile", "slots_for", "tile_for"]
+__all__ = ["AFFINE_WARPS", "GroupNormTile", "slots_for", "tile_for"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,10 @@ _ELEMENTS = 4096
 _CHANNELS = 128
 #: pixels of a slot: 1024 x 1024 pixels of 128 channels need 4 MiB of statistics
 _SLOT = 256
+
+
+#: warps of the program that makes a group's factors from its statistics, a few thousand numbers
+AFFINE_WARPS = 4
 
 
 def tile_for(channels: int) -> GroupNormTile:
