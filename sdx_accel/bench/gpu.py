@@ -2,9 +2,9 @@
 
     python -m sdx_accel.bench.gpu [--full] [--tiny] [--steps 20] [--pictures 3]
 
-Short: the checkpoint's VAE (fp32 decode) at 8, 7 and 6.8 GiB, our unconstrained run and stock, and
-at 8 GiB a VAE that decodes in fp16: about three minutes. `--full` adds diffusers' model offload,
-all of it with the fp16 decode, and a hundred pictures in a row.
+Short: the checkpoint's VAE (fp32 decode) at 8, 7 and 6.8 GiB, our unconstrained run and stock,
+about three minutes. `--full` adds diffusers' model offload, all of it with a VAE that decodes in
+fp16, and a hundred pictures in a row.
 
 Random weights in the public architecture: same bytes, shapes and arithmetic as the checkpoint, no
 network. Every cell runs in its own process while another process samples the driver's memory every
@@ -51,13 +51,16 @@ def _cells(tiny: bool, full: bool, steps: int, pictures: int, only: str) -> list
         "steps": steps,
         "pictures": pictures,
     }
-    models = ["random:sdxl-tiny"] if tiny else ["random:sdxl", "random:sdxl-fp16vae"]
-    budgets: list[dict[str, Any]] = [{"mode": "budget", "vram": vram} for vram in (8.0, 7.0, 6.8)]
-    modes: list[dict[str, Any]] = [{"mode": "stock"}, {"mode": "ours"}, *budgets]
+    models = ["random:sdxl-tiny"] if tiny else ["random:sdxl"]
+    modes: list[dict[str, Any]] = [
+        {"mode": "stock"},
+        {"mode": "ours"},
+        *({"mode": "budget", "vram": vram} for vram in (8.0, 7.0, 6.8)),
+    ]
     if full and not tiny:
+        models.append("random:sdxl-fp16vae")
         modes.append({"mode": "offload"})
-    kinds = {model: modes if full or model == models[0] else budgets[:1] for model in models}
-    cells = [{**common, "model": model, **mode} for model in models for mode in kinds[model]]
+    cells = [{**common, "model": model, **mode} for model in models for mode in modes]
     if full and not tiny:
         # a hundred new prompts in a row: what a single picture does not show
         many = {"pictures": 100, "steps": 4, "mode": "budget", "vram": 8.0}

@@ -41,6 +41,7 @@ def test_the_inputs_are_those_of_the_shapes(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 def test_warming_runs_every_shape_on_the_card() -> None:
     before = sum(launches.values())
     said = warm_kernels()

@@ -29,7 +29,11 @@ def _psnr(one, other):
     return 10 * np.log10(1 / max(np.mean((one - other) ** 2), 1e-12))
 
 
-@pytest.mark.parametrize(("dtype", "least"), [(torch.float32, 40), (torch.float16, 30)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "least"),
+    [(torch.float32, 40), pytest.param(torch.float16, 30, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_ours_draws_what_stock_draws_and_a_budget_the_same(dtype, least):
     pipe = demo.load()
     pipe.set_progress_bar_config(disable=True)

@@ -79,7 +79,10 @@ def latents(loaded):
     return _resident(loaded)
 
 
-@pytest.mark.parametrize("vram", [2.5, 3.0, 4.0])
+@pytest.mark.parametrize(
+    "vram",
+    [pytest.param(2.5, marks=pytest.mark.slow), 3.0, pytest.param(4.0, marks=pytest.mark.slow)],
+)
 def test_latents_equal_the_resident_run_within_the_budget(pipe, latents, vram):
     card = open_card(torch.device("cuda"))
     pipe.enable_xattn(vram=vram, device="cuda", learn=False)
@@ -230,6 +233,7 @@ def test_another_program_that_takes_a_gib_in_mid_run(pipe, latents):
             child.stdout.close()
 
 
+@pytest.mark.slow
 def test_twenty_pictures_take_no_more_than_the_second(pipe):
     pipe.enable_xattn(vram=3.0, device="cuda", learn=False)
     peaks = []

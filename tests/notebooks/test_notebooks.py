@@ -170,6 +170,7 @@ def test_a_notebook_runs_offline(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=NAMES)
 def test_a_notebook_runs_on_a_gpu(path: Path, tmp_path: Path) -> None:
     run(path, tmp_path)
