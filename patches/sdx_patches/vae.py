@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
 
 from sdx_patches.session import PatchSession, is_patched, settings_of
 from sdx_patches.vae_bands import Rows, Stored, Upsampled, convolved, downsampled, head, resnet
@@ -40,12 +41,14 @@ class _Banded:
 
     Attributes:
         under: the patch's own that this one stands before.
+        found: the module's own bound forward, where accelerate has left it on the instance.
         copied: whether it came with a copy of its module.
     """
 
     def __init__(self, module: Any, low: bool = True, patch: bool = False) -> None:
         self.module, self.low, self.patch = module, low, patch
         self.under: _Banded | None = None
+        self.found: Any = None
         self.copied = False
 
     @property
@@ -63,15 +66,18 @@ class _Banded:
         return self.run(sample)
 
     def _serves(self, sample: Tensor, rest: tuple[Any, ...], named: dict[str, Any]) -> bool:
-        """Neither conditioning, nor training, nor layers that others have put something before."""
+        """Neither conditioning, nor training, nor layers that are not as bands take them."""
         if not self.active:
             return False
         if any(value is not None for value in (*rest, *named.values())):
             return False
+        # a picture that is too small for the levels: the module's own words are better
+        if sample.dim() != 4 or min(sample.shape[2:]) < self.least:
+            return False
         # the meta device has no autocast to ask for
-        if sample.dim() != 4 or (
-            not sample.is_meta and torch.is_autocast_enabled(sample.device.type)
-        ):
+        if not sample.is_meta and torch.is_autocast_enabled(sample.device.type):
+            return False
+        if torch._C._functorch.is_functorch_wrapped_tensor(sample):
             return False
         parameters = list(self.module.parameters())
         if torch.is_grad_enabled() and any(t.requires_grad for t in (sample, *parameters)):
@@ -79,36 +85,118 @@ class _Banded:
         ours = (sample.device, sample.dtype)
         if any((p.device, p.dtype) != ours for p in parameters):
             return False
-        # attention is called as it is, with whatever stands before it
-        called = {self.module}
-        for attention in getattr(self.module.mid_block, "attentions", ()):
-            called.update(() if attention is None else attention.modules())
-        return not any(_intercepted(m) for m in self.module.modules() if m not in called)
+        hooked = module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks
+        return not (hooked or _odd(self.module))
+
+    @property
+    def least(self) -> int:
+        """The smallest height and width that every level can work with."""
+        return 1
 
     def run(self, sample: Tensor) -> Tensor:
         """The forward in bands."""
         raise NotImplementedError
 
 
-#: what bands know how to go past; an adapter's layer, or one with parametrized weights, is none
-_LAYERS = {nn.Conv2d, nn.GroupNorm, nn.SiLU, nn.Dropout, nn.Identity, nn.ModuleList}
-_BLOCKS = {
-    "DownEncoderBlock2D", "Downsample2D", "ResnetBlock2D", "UNetMidBlock2D", "UpDecoderBlock2D",
-    "Upsample2D",
-}  # fmt: skip
+def _is_its_own(layer: nn.Module, forward: Any) -> bool:
+    """Whether an instance's forward is the class's; accelerate leaves it there so."""
+    if forward is None:
+        return True
+    bound = getattr(forward, "__func__", None), getattr(forward, "__self__", None)
+    return bound == (type(layer).forward, layer)
 
 
 def _intercepted(layer: nn.Module) -> bool:
     """Whether a layer's call would run more than the layer, which reading its weights leaves out.
 
-    Offloading, casting and compiling put themselves there, and so do adapters and hooks.
+    Offloading, casting and compiling put themselves there, and so do hooks.
     """
-    own = vars(layer)
-    if own.get("_compiled_call_impl") is not None or "forward" in own:
+    own, stock = vars(layer), type(layer).forward
+    if not _is_its_own(layer, own.get("forward")):
+        return True
+    if own.get("_compiled_call_impl") is not None:
         return True
     if own.get("_forward_hooks") or own.get("_forward_pre_hooks"):
         return True
-    return type(layer) not in _LAYERS and type(layer).__name__ not in _BLOCKS
+    # somebody's own forward in the class
+    home = getattr(stock, "__globals__", {}).get("__name__", "")
+    return home.partition(".")[0] not in ("diffusers", "torch")
+
+
+def _odd(half: Any) -> str:
+    """What of a decoder or encoder is not as bands take it, "" for nothing.
+
+    Looked at before each call too, since layers change: adapters, paddings that make seamless
+    textures, hooks.
+    """
+    middle = half.mid_block
+    if type(middle).__name__ != "UNetMidBlock2D":
+        return f"its middle is {type(middle).__name__}, not UNetMidBlock2D"
+    up = hasattr(half, "up_blocks")
+    blocks, wanted = (
+        (half.up_blocks, "UpDecoderBlock2D") if up else (half.down_blocks, "DownEncoderBlock2D")
+    )
+    layers: list[nn.Module] = [middle, half.conv_in, half.conv_norm_out, half.conv_out]
+    for block in blocks:
+        if type(block).__name__ != wanted:
+            return f"it has a {type(block).__name__}, which is not {wanted}"
+        layers.append(block)
+    for each in (*middle.resnets, *(r for block in blocks for r in block.resnets)):
+        if not _plain(each):
+            return "it has resnets with embeddings or other norms, adapters or other layers"
+        layers += (each, each.norm1, each.conv1, each.norm2, each.conv2)
+        layers += () if each.conv_shortcut is None else (each.conv_shortcut,)
+    for block in blocks:
+        for scaler in (block.upsamplers if up else block.downsamplers) or ():
+            if not _scales_plainly(scaler, up):
+                return "it scales in a way of its own"
+            layers += (scaler, scaler.conv)
+    if type(half.conv_norm_out) is not nn.GroupNorm or type(half.conv_act) is not nn.SiLU:
+        return f"it ends in {type(half.conv_norm_out).__name__}, {type(half.conv_act).__name__}"
+    if not (_convolves(half.conv_in, 3) and _convolves(half.conv_out, 3)):
+        return "its first or last convolution is another one"
+    # attention is called as it is, with whatever stands before it
+    if any(_intercepted(layer) for layer in layers):
+        return "somebody has put a hook or a forward before one of its layers"
+    return ""
+
+
+def _convolves(conv: Any, kernel: int, stride: int = 1, padding: int | None = None) -> bool:
+    padding = kernel // 2 if padding is None else padding
+    return (
+        type(conv) is nn.Conv2d
+        and conv.kernel_size == (kernel, kernel)
+        and conv.stride == (stride, stride)
+        and conv.padding == (padding, padding)
+        and conv.dilation == (1, 1)
+        and conv.groups == 1
+        and conv.padding_mode == "zeros"
+    )
+
+
+def _plain(resnet: Any) -> bool:
+    return (
+        type(resnet).__name__ == "ResnetBlock2D"
+        and resnet.time_emb_proj is None
+        and resnet.time_embedding_norm in ("default", "group")
+        and resnet.upsample is None
+        and resnet.downsample is None
+        and type(resnet.nonlinearity) is nn.SiLU
+        and (resnet.dropout.p == 0 or not resnet.dropout.training)
+        and type(resnet.norm1) is type(resnet.norm2) is nn.GroupNorm
+        and _convolves(resnet.conv1, 3)
+        and _convolves(resnet.conv2, 3)
+        and (resnet.conv_shortcut is None or _convolves(resnet.conv_shortcut, 1))
+    )
+
+
+def _scales_plainly(scaler: Any, up: bool) -> bool:
+    if not (scaler.use_conv and scaler.norm is None):
+        return False
+    if not up:
+        return scaler.padding == 0 and _convolves(scaler.conv, 3, stride=2, padding=0)
+    plain = scaler.interpolate and not scaler.use_conv_transpose
+    return bool(plain and _convolves(scaler.conv, 3))
 
 
 class BandedDecoder(_Banded):
@@ -132,6 +220,11 @@ class BandedDecoder(_Banded):
 class BandedEncoder(_Banded):
     """Stands before the forward of an AutoencoderKL's encoder."""
 
+    @property
+    def least(self) -> int:
+        """One pixel of the smallest level."""
+        return int(2 ** sum(bool(block.downsamplers) for block in self.module.down_blocks))
+
     def run(self, sample: Tensor) -> Tensor:
         encoder = self.module
         source: Rows = convolved(encoder.conv_in, sample, self.low)
@@ -154,7 +247,8 @@ def _middle(block: Any, source: Rows, low: bool) -> Stored:
     out = resnet(first, source, low)
     for attention, layer in zip(block.attentions, others, strict=True):
         if attention is not None:
-            out = Stored(attention(out.tensor, temb=None))
+            # a hook may have kept it, or a processor given back its input
+            out = Stored(attention(out.tensor, temb=None), own=False)
         out = resnet(layer, out, low)
     return out
 
@@ -163,7 +257,7 @@ _KINDS: dict[str, type[_Banded]] = {"decoder": BandedDecoder, "encoder": BandedE
 
 
 def unsupported(vae: Any) -> str:
-    """Why this autoencoder cannot be run in bands; "" where it can."""
+    """Why this autoencoder cannot be run in bands now; "" where it can."""
     if {"decode", "encode"} & vars(vae).keys():
         return "its decode or encode was replaced"
     for name in _KINDS:
@@ -172,49 +266,12 @@ def unsupported(vae: Any) -> str:
             return f"its {name} is {type(half).__name__}, not diffusers' {name.capitalize()}"
         if vars(half).get("_compiled_call_impl") is not None:
             return f"its {name} is compiled"
-        blocks = list(half.up_blocks if name == "decoder" else half.down_blocks)
-        wanted = "UpDecoderBlock2D" if name == "decoder" else "DownEncoderBlock2D"
-        for block in blocks:
-            if type(block).__name__ != wanted:
-                return f"its {name} has a {type(block).__name__}, which is not {wanted}"
-            if any(not _plain(resnet) for resnet in block.resnets):
-                return f"its {name} has resnets with embeddings or other norms"
-        middle = half.mid_block
-        if type(middle).__name__ != "UNetMidBlock2D":
-            return f"the middle of its {name} is {type(middle).__name__}, not UNetMidBlock2D"
-        if any(not _plain(resnet) for resnet in middle.resnets):
-            return f"the middle of its {name} has resnets with embeddings or other norms"
         there = vars(half).get("forward")
-        if there is not None and not isinstance(there, _Banded):
+        if not isinstance(there, _Banded) and not _is_its_own(half, there):
             return f"the forward of its {name} was replaced by {type(there).__name__}"
-        if type(half.conv_norm_out) is not nn.GroupNorm:
-            return f"its {name} ends in a {type(half.conv_norm_out).__name__}"
-        scalers = "upsamplers" if name == "decoder" else "downsamplers"
-        for block in blocks:
-            for scaler in getattr(block, scalers) or ():
-                if not _scales_plainly(scaler, name):
-                    return f"its {name} scales in a way of its own"
+        if odd := _odd(half):
+            return f"{odd} (its {name})"
     return ""
-
-
-def _plain(resnet: Any) -> bool:
-    return (
-        type(resnet).__name__ == "ResnetBlock2D"
-        and resnet.time_emb_proj is None
-        and resnet.time_embedding_norm in ("default", "group")
-        and resnet.upsample is None
-        and resnet.downsample is None
-        and isinstance(resnet.nonlinearity, nn.SiLU)
-        and type(resnet.norm1) is type(resnet.norm2) is nn.GroupNorm
-        and all(conv.kernel_size == (3, 3) for conv in (resnet.conv1, resnet.conv2))
-    )
-
-
-def _scales_plainly(scaler: Any, half: str) -> bool:
-    plain = scaler.use_conv and scaler.norm is None and scaler.conv.kernel_size == (3, 3)
-    if half == "encoder":
-        return bool(plain and scaler.padding == 0)
-    return bool(plain and not scaler.use_conv_transpose and scaler.interpolate)
 
 
 def enable_bands(vae: Any, low: bool = True) -> None:
@@ -233,20 +290,21 @@ def enable_bands(vae: Any, low: bool = True) -> None:
     for name, kind in _KINDS.items():
         half = getattr(vae, name)
         there, ours = _forward(half), kind(half, low)
+        # past nn.Module.__setattr__, which costs nothing here but would register a module
+        _put(half, ours)
         if there is not None:
             ours.under = there if there.patch else there.under
-        # past nn.Module.__setattr__, which costs nothing here but would register a module
-        vars(half)["forward"] = ours
+            ours.found = there.found
 
 
 def disable_bands(vae: Any) -> None:
     """Undo `enable_bands`; what a patch has put there stays."""
     for name in _KINDS:
-        half = getattr(vae, name, None)
+        half: Any = getattr(vae, name, None)
         there = None if half is None else _forward(half)
         if there is None or there.patch:
             continue
-        del vars(half)["forward"]
+        _take(half, there)
         if there.under is not None:
             vars(half)["forward"] = there.under
 
@@ -260,7 +318,7 @@ class _Uninstall:
     def __call__(self) -> None:
         there = _forward(self.half)
         if there is not None and there.patch:
-            del vars(self.half)["forward"]
+            _take(self.half, there)
         elif there is not None:
             there.under = None
 
@@ -280,13 +338,24 @@ def install(vae: Any, session: PatchSession) -> None:
             continue
         ours = kind(half, low=False, patch=True)
         if there is not None:
-            there.under = ours
+            there.under, ours.found = ours, there.found
         else:
-            vars(half)["forward"] = ours
+            _put(half, ours)
         undo = _Uninstall(half)
         site.undo.append(undo)
         # a failure puts the site back as it was before this entry
         session.on_failure(undo)
+
+
+def _put(half: nn.Module, ours: _Banded) -> None:
+    ours.found = vars(half).get("forward")
+    vars(half)["forward"] = ours
+
+
+def _take(half: nn.Module, ours: _Banded) -> None:
+    del vars(half)["forward"]
+    if ours.found is not None:
+        vars(half)["forward"] = ours.found
 
 
 def _forward(half: nn.Module) -> _Banded | None:

@@ -41,15 +41,18 @@ def bands(height: int, row_elements: int, low: bool = True) -> Iterator[tuple[in
 
 
 class Stored:
-    """A tensor (B, C, H, W) of nobody else's, channels last: a resnet may write its output there.
+    """A tensor (B, C, H, W), channels last.
 
     Attributes:
         moments: its statistics, where they were gathered while it was written.
+        own: whether nobody else has it, so that a resnet may write its output there.
     """
 
-    def __init__(self, tensor: Tensor, moments: GroupMoments | None = None) -> None:
+    def __init__(
+        self, tensor: Tensor, moments: GroupMoments | None = None, own: bool = True
+    ) -> None:
         self.tensor, self.moments = tensor.contiguous(memory_format=torch.channels_last), moments
-        self.shape = tensor.shape
+        self.shape, self.own = tensor.shape, own or self.tensor is not tensor
 
     def __call__(self, top: int, bottom: int) -> Tensor:
         return self.tensor[:, :, top:bottom]
@@ -59,6 +62,7 @@ class Upsampled:
     """Rows of an upsampled tensor, computed from the small one each time they are asked for."""
 
     moments = None
+    own = False
 
     def __init__(self, small: Tensor, upsampler: Any) -> None:
         self.small, self.conv = small, upsampler.conv
@@ -129,7 +133,7 @@ def resnet(block: Any, source: Rows, low: bool) -> Stored:
     """A ResnetBlock2D without time embedding.
 
     Two tensors at most: the output takes the input's place, or that of the hidden states where the
-    input has another number of channels.
+    input has another number of channels or is somebody else's too.
     """
     batch, channels, height, width = source.shape
     middle = block.conv1.out_channels
@@ -151,7 +155,8 @@ def resnet(block: Any, source: Rows, low: bool) -> Stored:
     assert between is not None
     norm, shortcut = block.norm2, block.conv_shortcut
     between.settle(norm.num_groups, norm.weight, norm.bias, norm.eps)
-    out = source.tensor if isinstance(source, Stored) and shortcut is None else hidden
+    in_place = isinstance(source, Stored) and source.own and shortcut is None
+    out = source.tensor if in_place and isinstance(source, Stored) else hidden
     after = GroupMoments(out, pixels)
     weight, bias = _weight(block.conv2), block.conv2.bias
     if shortcut is not None and shortcut.bias is not None:

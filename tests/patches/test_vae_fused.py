@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -124,7 +125,36 @@ def _hook(vae: AutoencoderKL) -> None:
 
 def _replaced(vae: AutoencoderKL) -> None:
     layer = vae.decoder.up_blocks[1].resnets[0].norm2
-    layer.forward = layer.forward
+    own = layer.forward
+    layer.forward = lambda rows: own(rows)
+
+
+def _circular(vae: AutoencoderKL) -> None:
+    for layer in vae.modules():
+        if isinstance(layer, nn.Conv2d):
+            layer.padding_mode = "circular"
+            layer._reversed_padding_repeated_twice = [n for n in layer.padding for _ in range(2)]
+
+
+def _dilated(vae: AutoencoderKL) -> None:
+    conv = vae.decoder.up_blocks[0].resnets[0].conv2
+    conv.dilation = conv.padding = (2, 2)
+
+
+def _without_activation(vae: AutoencoderKL) -> None:
+    vae.decoder.conv_act = nn.Identity()
+
+
+def _other_activation(vae: AutoencoderKL) -> None:
+    vae.decoder.up_blocks[0].resnets[0].nonlinearity = nn.Tanh()
+
+
+def _without_norm(vae: AutoencoderKL) -> None:
+    vae.decoder.mid_block.resnets[1].norm1 = nn.Identity()
+
+
+def _without_convolution(vae: AutoencoderKL) -> None:
+    vae.decoder.up_blocks[0].upsamplers[0].use_conv = False
 
 
 def _cast(vae: AutoencoderKL) -> None:
@@ -146,15 +176,29 @@ def _trainable(vae: AutoencoderKL) -> None:
     vae.decoder.conv_in.weight.requires_grad_()
 
 
-@pytest.mark.parametrize("change", [_hook, _replaced, _cast, _weight_norm, _adapter, _trainable])
+CHANGES = (
+    _hook, _replaced, _circular, _dilated, _without_activation, _other_activation, _without_norm,
+    _without_convolution, _cast, _weight_norm, _adapter, _trainable,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("first", ["patched", "changed"])
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_stands_before_a_layer_is_not_passed_by(
-    vae: AutoencoderKL, latents: torch.Tensor, monkeypatch: pytest.MonkeyPatch, change: Any
+    vae: AutoencoderKL,
+    latents: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Any,
+    first: str,
 ) -> None:
     twin = copy.deepcopy(vae)
     change(twin)
     expected = twin.decode(latents).sample
-    sdx_patches.patch(vae, owner="a")
+    if first == "patched":
+        sdx_patches.patch(vae, owner="a")
     change(vae)
+    if first == "changed":
+        sdx_patches.patch(vae, owner="a")
     with counted(monkeypatch) as ran:
         assert torch.equal(vae.decode(latents).sample, expected)
         assert not ran
@@ -223,3 +267,57 @@ def test_a_replaced_decode_is_named() -> None:
     vae = build()
     vae.decode = torch.compile(vae.decode, backend="eager")
     assert "replaced" in module.unsupported(vae)
+
+
+def test_a_plan_knows_what_would_not_run_in_bands(vae: AutoencoderKL) -> None:
+    assert module.unsupported(vae) == ""
+    handle = vae.encoder.conv_in.register_forward_hook(lambda *_: None)
+    assert "hook" in module.unsupported(vae)
+    handle.remove()
+    # accelerate leaves each layer's own forward on it
+    for half in (vae, vae.decoder):
+        cpu_offload(half, torch.device("cpu"))
+        remove_hook_from_module(half, recurse=True)
+    assert "forward" in vars(vae.decoder.conv_in)
+    assert module.unsupported(vae) == ""
+    before = {n: dict(vars(m)) for n, m in vae.named_modules()}
+    with sdx_patches.patch(vae, owner="a"):
+        assert bands_of(vae) == "fast"
+    assert {n: dict(vars(m)) for n, m in vae.named_modules()} == before
+
+
+def test_attention_s_output_is_not_written_to(vae: AutoencoderKL, latents: torch.Tensor) -> None:
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    attention = vae.decoder.mid_block.attentions[0]
+    attention.register_forward_hook(lambda _, __, out: kept.append((out, out.clone())))
+    with sdx_patches.patch(vae, owner="a"):
+        decode(vae, latents)
+    assert torch.equal(*kept[0])
+
+
+def test_hooks_on_all_modules_see_all_of_them(vae: AutoencoderKL, latents: torch.Tensor) -> None:
+    seen: list[str] = []
+    hook = nn.modules.module.register_module_forward_hook(
+        lambda layer, *_: seen.append(type(layer).__name__)
+    )
+    try:
+        decode(vae, latents)
+        stock = len(seen)
+        with sdx_patches.patch(vae, owner="a", attention_op="torch"):
+            decode(vae, latents)
+    finally:
+        hook.remove()
+    assert len(seen) == 2 * stock
+
+
+def test_vmap_and_tiny_pictures_have_stocks_words() -> None:
+    vae = build(mid_block_add_attention=False)
+    batch = torch.randn(3, 1, 4, 6, 5)
+    expected = torch.func.vmap(lambda z: vae.decode(z).sample)(batch)
+    with pytest.raises(RuntimeError) as stock:
+        vae.encode(torch.randn(1, 3, 3, 2))
+    with sdx_patches.patch(vae, owner="a"):
+        ours = torch.func.vmap(lambda z: vae.decode(z).sample)(batch)
+        with pytest.raises(RuntimeError, match=re.escape(str(stock.value)[:40])):
+            vae.encode(torch.randn(1, 3, 3, 2))
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
