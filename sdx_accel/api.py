@@ -1,15 +1,12 @@
 """The one place that joins patches, budget and runtime; what the attached methods call."""
 
-import json
 import logging
 import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import wraps
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -32,10 +29,9 @@ from sdx_accel.runtime.kernel_cache import ensure_kernel_cache
 from sdx_accel.runtime.meta_models import describe_pipeline
 from sdx_accel.runtime.phase_calls import twin
 from sdx_accel.runtime.planning import check_quality, plan_job
-from sdx_accel.runtime.plot import plot_plan
 from sdx_accel.runtime.probe import open_card, read_idle_cards
 from sdx_accel.runtime.profiler import Job
-from sdx_accel.runtime.recovery import Retry
+from sdx_accel.runtime.reports import Report
 from sdx_patches.session import components
 from sdx_patches.text_kv import text_projections
 from sdx_patches.vae import copied_bands, disable_bands
@@ -113,63 +109,6 @@ def _restore(root: Any) -> None:
     for part in components(root).values():
         if copied_bands(part):
             disable_bands(part)
-
-
-@dataclass(frozen=True)
-class Report:
-    """What runs and what it took; prints as a table.
-
-    Args:
-        layers: per attention layer: path, requested, running, reason.
-        phases: per phase: predicted and measured peak in GiB.
-        plan: the plan that is being held, or None.
-        retries: calls of the newest picture that ran again after memory was refused.
-    """
-
-    layers: tuple[sdx_patches.Layer, ...]
-    phases: tuple[PhaseRecord, ...]
-    plan: Plan | None
-    retries: tuple[Retry, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as JSON-ready values."""
-        return {
-            "layers": [asdict(layer) for layer in self.layers],
-            "phases": [asdict(phase) for phase in self.phases],
-            "plan": None if self.plan is None else self.plan.to_dict(),
-            "retries": [asdict(retry) for retry in self.retries],
-        }
-
-    def to_json(self) -> str:
-        """The report as JSON text."""
-        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the plan that is being held and what its phases took; replaces an older drawing.
-
-        Args:
-            path: a file name that ends in .png, .svg or .pdf.
-
-        Raises:
-            RefusedError: no plan is held, matplotlib is missing, or the file cannot be written.
-        """
-        if self.plan is None:
-            raise RefusedError("there is no plan to draw: call pipe.enable_xattn(vram=…) first")
-        plot_plan(self.plan, Path(path), self.phases)
-
-    def __str__(self) -> str:
-        groups: dict[tuple[str, str, str, str], int] = {}
-        for layer in self.layers:
-            key = (layer.path.split(".")[0], layer.requested, layer.running, layer.reason)
-            groups[key] = groups.get(key, 0) + 1
-        lines = [
-            f"{where}: {n} layer{'s' if n > 1 else ''}, requested {requested}, running {running}"
-            + (f" ({reason})" if reason else "")
-            for (where, requested, running, reason), n in groups.items()
-        ]
-        lines += [str(phase) for phase in self.phases]
-        lines += [str(retry) for retry in self.retries]
-        return "\n".join(lines) if lines else "sdx_accel is not enabled here"
 
 
 def _check_switches(**switches: Any) -> None:
@@ -310,15 +249,15 @@ def pipeline_disable_xattn(pipe: Any) -> None:
 def pipeline_xattn_report(pipe: Any) -> Report:
     """`DiffusionPipeline.xattn_report`."""
     session: BudgetSession | None = getattr(pipe, "__dict__", {}).get(_SESSION)
-    layers = tuple(sdx_patches.layers(pipe))
+    layers, fused = tuple(sdx_patches.layers(pipe)), sdx_patches.fused(pipe)
     if session is None:
-        return Report(layers, (), None)
+        return Report(layers, (), None, fused=fused)
     done = session.executor.audit.records
     phases = tuple(
         done.get(phase.name, PhaseRecord(phase.name, phase.predicted_peak_gib, None))
         for phase in session.plan.phases
     )
-    return Report(layers, phases, session.plan, tuple(session.executor.retries))
+    return Report(layers, phases, session.plan, tuple(session.executor.retries), fused)
 
 
 @_in_turn
@@ -359,7 +298,7 @@ def model_disable_xattn(model: Any) -> None:
 @_in_turn
 def model_xattn_report(model: Any) -> Report:
     """`ModelMixin.xattn_report`."""
-    return Report(tuple(sdx_patches.layers(model)), (), None)
+    return Report(tuple(sdx_patches.layers(model)), (), None, fused=sdx_patches.fused(model))
 
 
 def _machine(device: Any) -> tuple[Machine, str]:

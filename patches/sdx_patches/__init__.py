@@ -9,7 +9,7 @@ from typing import Any
 
 from sdx_kernels.ops.attention_names import allowed_by
 from sdx_kernels.target import triton_status
-from sdx_patches import compat, families
+from sdx_patches import compat, families, vae
 from sdx_patches.report import Layer
 from sdx_patches.session import (
     EVERYONE,
@@ -17,11 +17,12 @@ from sdx_patches.session import (
     PatchSession,
     Settings,
     components,
+    is_patched,
     release_all,
     site_of,
 )
 
-__all__ = ["EVERYONE", "Layer", "PatchSession", "layers", "owners", "patch", "restore"]
+__all__ = ["EVERYONE", "Layer", "PatchSession", "fused", "layers", "owners", "patch", "restore"]
 
 
 def patch(root: Any, *, owner: str, attention_op: Op = None, fused: bool = True) -> PatchSession:
@@ -88,3 +89,13 @@ def owners(root: Any) -> set[str]:
 def layers(root: Any) -> list[Layer]:
     """Every attention layer of `root`, patched or not, with what serves it and why."""
     return list(families.describe(root))
+
+
+def fused(root: Any) -> dict[str, str]:
+    """By component, how each patched AutoencoderKL decodes and encodes now, and why."""
+    found: dict[str, Any] = dict(components(root))
+    return {
+        name: vae.says(component)
+        for name, component in found.items()
+        if type(component).__name__ == "AutoencoderKL" and is_patched(component.decoder)
+    }

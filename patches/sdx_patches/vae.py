@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
+from sdx_kernels.ops.group_norm import implementation
 from sdx_patches.session import PatchSession, is_patched, settings_of
 from sdx_patches.vae_bands import Rows, Stored, Upsampled, convolved, downsampled, head, resnet
 
@@ -27,6 +28,7 @@ __all__ = [
     "disable_bands",
     "enable_bands",
     "install",
+    "says",
     "unsupported",
 ]
 
@@ -369,6 +371,17 @@ def bands_of(vae: Any) -> str | None:
     if there is None or not there.active:
         return None
     return "low" if there.low else "fast"
+
+
+def says(vae: Any) -> str:
+    """How a patched AutoencoderKL decodes and encodes now, and why, for people."""
+    mode, reason = bands_of(vae), unsupported(vae)
+    if mode is None:
+        return f"its own forward: {reason or 'fused kernels are not wanted'}"
+    if reason:
+        return f"its own forward: {reason}"
+    first = next(vae.decoder.parameters())
+    return f"bands of rows ({mode}), norms fused ({implementation(first.device, first.dtype)})"
 
 
 def chosen_bands(vae: Any) -> bool:

@@ -24,6 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from sdx_accel.bench.numbers import at_least_one
 from sdx_accel.bench.sampler import sampled
 
 __all__ = ["main"]
@@ -125,13 +126,15 @@ def main() -> None:
     """Run the cells, print a row each, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--tiny", action="store_true", help="tiny model on the CPU: a dry run")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--pictures", type=int, default=3)
+    parser.add_argument("--steps", type=at_least_one, default=20)
+    parser.add_argument("--pictures", type=at_least_one, default=3)
     parser.add_argument("--full", action="store_true", help="all cells, about eight minutes")
     parser.add_argument("--only", default="", help="run cells whose name contains this")
     options = parser.parse_args()
     started = time.time()
     cells = _cells(options.tiny, options.full, options.steps, options.pictures, options.only)
+    if not cells:
+        parser.error(f"--only {options.only}: no cell's name contains this")
     target = Path(os.environ.get("OUT", ".")) / "picture.json"
     document: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),

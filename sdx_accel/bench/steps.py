@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sdx_accel.bench.cell import PROMPTS, StepClock
+from sdx_accel.bench.numbers import at_least_one, gibibytes
 
 __all__ = ["main", "run"]
 
@@ -92,12 +93,12 @@ def main() -> None:
     parser.add_argument("--model", default="random:sdxl")
     parser.add_argument(
         "--vram",
-        type=lambda text: tuple(map(float, text.split(","))),
+        type=gibibytes,
         default=(8.0,),
         help="budgets in GiB",
     )
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=at_least_one, default=4)
+    parser.add_argument("--steps", type=at_least_one, default=12)
     parser.add_argument("--tiny", action="store_true", help="tiny model on the CPU: a dry run")
     record = run(parser.parse_args())
     for mode, values in record["s_per_step"].items():

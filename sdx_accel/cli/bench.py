@@ -62,7 +62,7 @@ def _check_gpu() -> None:
     if not torch.cuda.is_available():
         raise RefusedError(
             f"bench measures an NVIDIA GPU, and torch {torch.__version__} sees none here: "
-            "`sdx-accel doctor` says why; with --tiny it is a dry run on the CPU"
+            "`sdx-accel doctor` says why; `sdx-accel bench steps --tiny` is a dry run on the CPU"
         )
 
 

@@ -168,3 +168,22 @@ def test_the_sampler_sees_the_block_from_its_own_process(monkeypatch, tmp_path):
     assert seen["samples"] == len(seen["series"]) + 1
     assert seen["peak"] == seen["series"][-1][1] == 150 + 50 * len(seen["series"])
     assert all(begin <= at <= time.time() for at, _ in seen["series"])
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "words"),
+    [
+        (gpu, ["--tiny", "--pictures", "0"], "'0' is no whole number from 1 up"),
+        (gpu, ["--tiny", "--only", "nothing"], "no cell's name contains this"),
+        (steps, ["--tiny", "--rounds", "0"], "'0' is no whole number"),
+        (steps, ["--tiny", "--steps", "-1"], "'-1' is no whole number"),
+        (steps, ["--tiny", "--vram", "foo"], "'foo' are no budgets in GiB"),
+        (steps, ["--tiny", "--vram", "0"], "'0' are no budgets in GiB"),
+    ],
+)
+def test_what_would_measure_nothing_is_refused(monkeypatch, capsys, program, options, words):
+    monkeypatch.setattr("sys.argv", ["bench", *options])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err

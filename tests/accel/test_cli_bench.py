@@ -83,7 +83,7 @@ def test_without_a_gpu_it_is_refused_in_words(
     assert seen == []
     assert done.out == ""
     (line,) = done.err.splitlines()
-    assert "sees none here: `sdx-accel doctor` says why; with --tiny it is a dry run" in line
+    assert "none here: `sdx-accel doctor` says why; `sdx-accel bench steps --tiny`" in line
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -13,7 +13,7 @@ import torch
 from sdx_kernels import attend, count
 from sdx_kernels.target import triton_status
 
-from .tables import hold_to_tables
+from .tables_case import hold_to_tables
 
 
 @pytest.fixture(scope="session", autouse=True)

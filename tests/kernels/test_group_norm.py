@@ -109,6 +109,25 @@ def test_what_is_stored_is_the_sum_and_its_statistics(op: str, batch: int) -> No
 
 
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_each_addend_alone(op: str, dtype: torch.dtype) -> None:
+    rows = picture(2, 16, 3, 5, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    other, bias = picture(2, 16, 3, 5, dtype=dtype, seed=1), picture(16, dtype=dtype, seed=2)
+    cases = (
+        ({}, rows.double()),
+        ({"divisor": 4.0}, rows.double() / 4),
+        ({"bias": bias}, rows.double() + bias.double()[:, None, None]),
+        ({"residual": other}, rows.double() + other.double()),
+    )
+    for given, expected in cases:
+        out = torch.full_like(rows, 9)
+        before = rows.clone()
+        store_rows(rows, out, op=op, **given)
+        assert (out - expected).abs().max() <= TOLERANCE[dtype]
+        assert torch.equal(rows, before)
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_memory_beside_a_tensor_does_not_matter(op: str) -> None:
     home = torch.full((1, 40, 12, 9), float("nan")).contiguous(memory_format=torch.channels_last)
     x = picture(1, 40, 5, 9)

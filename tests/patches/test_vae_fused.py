@@ -321,3 +321,19 @@ def test_vmap_and_tiny_pictures_have_stocks_words() -> None:
         with pytest.raises(RuntimeError, match=re.escape(str(stock.value)[:40])):
             vae.encode(torch.randn(1, 3, 3, 2))
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
+
+
+def test_it_is_said_what_runs_and_why(vae: AutoencoderKL) -> None:
+    assert sdx_patches.fused(vae) == {}
+    sdx_patches.patch(vae, owner="a")
+    assert sdx_patches.fused(vae) == {"": "bands of rows (fast), norms fused (reference)"}
+    enable_bands(vae, low=True)
+    assert "(low)" in sdx_patches.fused(vae)[""]
+    disable_bands(vae)
+    handle = vae.decoder.conv_in.register_forward_hook(lambda *_: None)
+    assert "its own forward: somebody has put a hook" in sdx_patches.fused(vae)[""]
+    handle.remove()
+    sdx_patches.patch(vae, owner="a", fused=False)
+    assert sdx_patches.fused(vae) == {"": "its own forward: fused kernels are not wanted"}
+    sdx_patches.restore(vae, owner="a")
+    assert sdx_patches.fused(vae) == {}

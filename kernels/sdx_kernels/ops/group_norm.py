@@ -48,7 +48,7 @@ class GroupMoments:
     def __init__(self, like: Tensor, parts: Sequence[int], op: str | None = None) -> None:
         self.op = op or implementation(like.device, like.dtype)
         batch, self.channels = like.shape[:2]
-        slots = [1] * len(parts)
+        slots = [-(-pixels // reference.STRIP) for pixels in parts]
         if self.op == "triton":
             slots = [slots_for(self.channels, pixels) for pixels in parts]
         self.first = [sum(slots[:index]) for index in range(len(slots))]
