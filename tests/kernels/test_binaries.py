@@ -73,10 +73,6 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 HALVES = torch.zeros(64, 64, dtype=torch.float16)
 
 
-def described(tensor: torch.Tensor, *block: int, **options: Any) -> TensorDescriptor:
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [*block], **options)
-
-
 #: one of every kind that a launch may have, and what lies beside it
 ARGUMENTS: dict[str, Any] = {
     **{str(n): n for n in (0, 1, 2, 15, 16, 17, 48, -1, -16, 2**31 - 1, 2**31, 2**31 + 1)},
@@ -91,11 +87,6 @@ ARGUMENTS: dict[str, Any] = {
     "int32": HALVES.int(),
     "int64": HALVES.long(),
     "bytes": HALVES.view(torch.uint8),
-    "descriptor": described(HALVES, 16, 16),
-    "descriptor of other sizes": described(HALVES[:48], 16, 16),
-    "descriptor of other blocks": described(HALVES, 16, 32),
-    "descriptor of other rank": described(HALVES.view(4, 16, 64), 1, 16, 16),
-    "bf16 descriptor": described(HALVES.bfloat16(), 16, 16),
 }
 
 
@@ -110,7 +101,7 @@ def test_whatever_triton_tells_apart_has_another_key() -> None:
         if specialised(one) != specialised(other):
             differing += 1
             assert _kind(one) != _kind(other), (name, other_name)
-    assert differing > 400
+    assert differing > 250
 
 
 @pytest.mark.parametrize(
@@ -126,7 +117,6 @@ def test_whatever_triton_tells_apart_has_another_key() -> None:
         ("true", "false"),
         ("fp16", "fp16 of other sizes"),
         ("fp16", "fp16 at 16 bytes"),
-        ("descriptor", "descriptor of other sizes"),
     ],
 )
 def test_what_triton_compiles_alike_has_one_key(one: str, other: str) -> None:
@@ -159,6 +149,15 @@ def test_a_binary_is_found_again_with_new_arguments() -> None:
 BASE: dict[str, Any] = {"x": HALVES, "n": 48, "BLOCK": 64, "FLAG": True, "warps": 4, "stages": 2}
 
 
+def test_descriptors_are_tritons_own_matter() -> None:
+    kernel = Kernel()
+    whole = TensorDescriptor(HALVES, [64, 64], [64, 1], [16, 16])
+    for _ in range(2):
+        start(kernel, GRID, (whole, 48), {"BLOCK": 64, "FLAG": True}, 4)
+    assert len(kernel.inspected) == 2
+    assert not kernel.again
+
+
 def test_ints_are_known_by_value_and_by_kind() -> None:
     """Sizes that Triton compiles alike share a binary, and one that it does not has its own."""
     kernel = Kernel()
@@ -174,7 +173,6 @@ def test_ints_are_known_by_value_and_by_kind() -> None:
     [
         {"x": ARGUMENTS["fp16 at 2 bytes"]},
         {"x": ARGUMENTS["bf16"]},
-        {"x": ARGUMENTS["descriptor"]},
         {"n": 47},
         {"n": 1},
         {"n": 2**31},

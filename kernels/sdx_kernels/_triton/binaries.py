@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = ["quicken", "start"]
 
@@ -48,10 +47,7 @@ def _kind(argument: Any) -> object:
         return 2 + size + (argument % 16 == 0)
     if kind is float or kind is bool or argument is None:
         return kind
-    if kind is TensorDescriptor:
-        # its address is one of whole 16 bytes, and sizes and strides are never compiled in
-        options = argument.padding, argument.round_f32_to_tf32
-        return (*argument.block_shape, argument.base.dtype, *options)
+    # tensor descriptors among them: what they hold differs between Triton's versions
     raise TypeError(kind)
 
 
@@ -114,7 +110,8 @@ def start(
     Args:
         kernel: the jit function; its compile-time arguments come last.
         grid: programs.
-        arguments: tensors, descriptors, ints and floats, in the kernel's order.
+        arguments: tensors, ints and floats, in the kernel's order; with any other, a tensor
+            descriptor for instance, Triton inspects every launch.
         constants: compile-time arguments.
         num_warps: warps of a program.
         num_stages: stages of its loops; default: Triton's.

@@ -27,8 +27,9 @@ COUNTS: Counter[str] = Counter()
 #: Outcomes after which the two may be in different states: the host fails half-way where ours goes
 #: on, or computes with uninitialised memory (projections fused while their weights are offloaded).
 INCOMPARABLE = ("refused by the stock pipeline only", "not repeatable without us")
-#: Both sides run the same torch kernels on the CPU, on inputs of other strides at most.
-ATOL = 2e-6
+#: Both sides run the same torch kernels on the CPU, on inputs of other strides at most; but for the
+#: autoencoder, whose norms ours sums in another order: 3e-6 of a picture's range (1e-4 is allowed).
+ATOL = 1e-5
 
 
 @dataclass(frozen=True)
