@@ -138,7 +138,9 @@ def _odd(half: Any) -> str:
     blocks, wanted = (
         (half.up_blocks, "UpDecoderBlock2D") if up else (half.down_blocks, "DownEncoderBlock2D")
     )
-    layers: list[nn.Module] = [middle, half.conv_in, half.conv_norm_out, half.conv_out]
+    layers: list[nn.Module] = [
+        middle, half.conv_in, half.conv_norm_out, half.conv_act, half.conv_out,
+    ]  # fmt: skip
     for block in blocks:
         if type(block).__name__ != wanted:
             return f"it has a {type(block).__name__}, which is not {wanted}"
@@ -147,6 +149,7 @@ def _odd(half: Any) -> str:
         if not _plain(each):
             return "it has resnets with embeddings or other norms, adapters or other layers"
         layers += (each, each.norm1, each.conv1, each.norm2, each.conv2)
+        layers += (each.nonlinearity, each.dropout)
         layers += () if each.conv_shortcut is None else (each.conv_shortcut,)
     for block in blocks:
         for scaler in (block.upsamplers if up else block.downsamplers) or ():

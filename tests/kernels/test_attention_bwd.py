@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sdx_kernels.errors import LaunchRefused
 from sdx_kernels.reference.attention import attention
@@ -26,13 +25,13 @@ from sdx_kernels.tuning.attention_bwd import (
     backward_shared_bytes,
 )
 
+from .gradients_case import Inputs, autograd, peer, unit_grad
+
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 pytestmark = pytest.mark.usefixtures("interpreter")
 
 #: the interpreter computes with numpy, which warns of the infinities of some tests
 numpy_warns = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 _TILE = (AttentionConfig(16, 32, 4, 1, "test"),)
 SMALL = BackwardLadder(_TILE, _TILE, _TILE, _TILE)
@@ -58,28 +57,6 @@ def launch(
         assert gradient.is_contiguous()
         assert (gradient.shape, gradient.dtype) == (tensor.shape, tensor.dtype)
     return tuple(grads)
-
-
-def autograd(inputs: Inputs, grad: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
-    """The truth: autograd of the equation in fp64 on the rounded inputs."""
-    leaves = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    out, _ = attention(*leaves, scale=scale)
-    return torch.autograd.grad(out, leaves, grad.double())
-
-
-def peer(inputs: Inputs, grad: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
-    """Torch's MATH backward in the inputs' dtype."""
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
-    q, k, v = (leaf.transpose(1, 2) for leaf in leaves)
-    with sdpa_kernel(SDPBackend.MATH):
-        out = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
-    return torch.autograd.grad(out.transpose(1, 2), leaves, grad)
-
-
-def unit_grad(inputs: Inputs) -> torch.Tensor:
-    q, _, v = inputs
-    generator = torch.Generator().manual_seed(11)
-    return torch.randn((*q.shape[:3], v.shape[3]), generator=generator).to(q.dtype)
 
 
 def check(inputs: Inputs, scale: float = 0.3, ladder: BackwardLadder | None = None) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sdx_kernels import LowerTriangularMask, count, memory_efficient_attention
 from sdx_kernels.checks import attention_inputs
@@ -36,14 +35,14 @@ from sdx_kernels.tuning.attention_tma_bwd import (
     tma_bwd_shared_bytes,
 )
 
+from .gradients_case import Inputs, autograd, peer, unit_grad
+
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 pytestmark = [
     pytest.mark.usefixtures("interpreter"),
     # numpy says so where a test asks for infinities
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
 ]
-
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 #: tiles of 16 rows and 32 keys, so that small inputs have several of each
 SMALL = TmaBackwardLadder(
@@ -77,28 +76,6 @@ def launch(
         assert gradient.is_contiguous()
         assert (gradient.shape, gradient.dtype) == (tensor.shape, tensor.dtype)
     return tuple(grads)
-
-
-def autograd(inputs: Inputs, grad: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
-    """The truth: autograd of the equation in fp64 on the rounded inputs."""
-    leaves = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    out, _ = attention(*leaves, scale=scale)
-    return torch.autograd.grad(out, leaves, grad.double())
-
-
-def peer(inputs: Inputs, grad: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
-    """Torch's MATH backward in the inputs' dtype."""
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
-    q, k, v = (leaf.transpose(1, 2) for leaf in leaves)
-    with sdpa_kernel(SDPBackend.MATH):
-        out = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
-    return torch.autograd.grad(out.transpose(1, 2), leaves, grad)
-
-
-def unit_grad(inputs: Inputs) -> torch.Tensor:
-    q, _, v = inputs
-    generator = torch.Generator().manual_seed(11)
-    return torch.randn((*q.shape[:3], v.shape[3]), generator=generator).to(q.dtype)
 
 
 def hold(found: tuple[torch.Tensor, ...], inputs: Inputs, grad: torch.Tensor, scale: float) -> None:

@@ -123,6 +123,20 @@ def _hook(vae: AutoencoderKL) -> None:
     vae.decoder.up_blocks[0].resnets[0].conv1.register_forward_hook(lambda *_: None)
 
 
+def _activation_hook(vae: AutoencoderKL) -> None:
+    vae.decoder.up_blocks[0].resnets[0].nonlinearity.register_forward_hook(
+        lambda _, __, out: out * 0.5
+    )
+
+
+def _last_activation_hook(vae: AutoencoderKL) -> None:
+    vae.decoder.conv_act.register_forward_hook(lambda _, __, out: out * 0.5)
+
+
+def _dropout_hook(vae: AutoencoderKL) -> None:
+    vae.decoder.mid_block.resnets[0].dropout.register_forward_hook(lambda _, __, out: out * 0.5)
+
+
 def _replaced(vae: AutoencoderKL) -> None:
     layer = vae.decoder.up_blocks[1].resnets[0].norm2
     own = layer.forward
@@ -177,8 +191,9 @@ def _trainable(vae: AutoencoderKL) -> None:
 
 
 CHANGES = (
-    _hook, _replaced, _circular, _dilated, _without_activation, _other_activation, _without_norm,
-    _without_convolution, _cast, _weight_norm, _adapter, _trainable,
+    _activation_hook, _last_activation_hook, _dropout_hook, _hook, _replaced, _circular, _dilated,
+    _without_activation, _other_activation, _without_norm, _without_convolution, _cast,
+    _weight_norm, _adapter, _trainable,
 )  # fmt: skip
 
 

@@ -36,8 +36,8 @@ class GroupMoments:
     """Statistics of a picture's groups, gathered from parts of its rows.
 
     Each part is stored with `store`, in any order, once; then `normalized` gives rows of the whole.
-    Parts are merged by the pairwise update of Chan, Golub and LeVeque (1983); summing squares
-    instead would cancel where a group's mean is large beside its deviation.
+    Means and squared deviations are merged as Chan, Golub and LeVeque (1983) do; sums of squares
+    would cancel where a group's mean is large beside its deviation.
 
     Args:
         like: a tensor of the picture's device and dtype, (B, C, …).
