@@ -4,7 +4,7 @@ It knows shapes, dtypes and devices; it must not know which implementation will 
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -295,7 +295,7 @@ def attention_inputs(
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if scale is None:
         scale = head_dim**-0.5 if head_dim else 1.0
-    inputs = settled_inputs(
+    return settled_inputs(
         query,
         key,
         value,
@@ -310,8 +310,9 @@ def attention_inputs(
         lse=lse,
         explicit=explicit,
         structure="" if structure is None else type(structure).__name__,
+        shape=shape,
+        bias_type=bias_type,
     )
-    return replace(inputs, shape=shape, bias_type=bias_type)
 
 
 def _key_mask(mask: torch.Tensor, batch: int, keys: int) -> torch.Tensor:
@@ -361,6 +362,8 @@ def settled_inputs(
     lse: bool = False,
     explicit: bool = False,
     structure: str = "",
+    shape: tuple[int, ...] | None = None,
+    bias_type: type | None = None,
 ) -> AttentionInputs:
     """Inputs that are checked and converted already, with the signature that describes them."""
     batch, queries, heads, head_dim = query.shape
@@ -392,7 +395,6 @@ def settled_inputs(
         explicit=explicit,
         interpreting=target.interpreting(),
     )
-    shape = (batch, queries, heads, value.shape[3])
     return AttentionInputs(
         query,
         key,
@@ -405,7 +407,7 @@ def settled_inputs(
         dropout,
         scale,
         output_dtype,
-        shape,
-        type(bias),
+        (batch, queries, heads, value.shape[3]) if shape is None else shape,
+        bias_type or type(bias),
         signature,
     )

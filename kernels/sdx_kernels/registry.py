@@ -14,12 +14,18 @@ import torch
 from sdx_kernels.checks import Signature
 from sdx_kernels.errors import InvalidInputs, UnsupportedInputs
 
-__all__ = ["TOLERANCE", "Choice", "Impl", "Operator", "count", "launches"]
+__all__ = ["TOLERANCE", "Again", "Choice", "Impl", "Operator", "count", "launches"]
 
 #: how often each implementation ran in this process, by name
 launches: collections.Counter[str] = collections.Counter()
 
 Tolerance = Mapping[torch.dtype, float]
+
+#: does a call again with tensors of equal shapes, strides, dtypes and alignment: query, key, value,
+#: the tensor of the mask or bias, the scale (of equal sign) → the output
+Again = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float], torch.Tensor
+]
 
 #: largest absolute error of attention against fp64 on unit-normal inputs; about 2 ulp of the dtype
 #: at the outputs' size, and what every implementation is held to
@@ -50,6 +56,8 @@ class Impl:
         run: computes the operator for inputs that `reasons` accepts.
         plain: a shorter way from query, key, value and scale to the output, for calls without
             bias, dropout, gradient and conversion of dtypes; None = `run` serves these too.
+        bind: as `run`, for calls without dropout, gradient and log-sum-exp; also returns how the
+            same is done again with other tensors, where it knows that.
         differentiable: torch's autograd sees through `run`; otherwise the operator wraps it.
         tolerance: largest absolute error per dtype on unit-normal inputs.
         closest: the nearest inputs that would work, for error messages.
@@ -60,6 +68,7 @@ class Impl:
     reasons: Callable[[Signature], list[str]]
     run: Callable[[Any], Any]
     plain: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor] | None = None
+    bind: Callable[[Any], tuple[torch.Tensor, Again | None]] | None = None
     differentiable: bool = False
     tolerance: Tolerance = field(default_factory=dict)
     closest: str = ""

@@ -13,7 +13,7 @@ from sdx_kernels.tuning.attention_short import ShortConfig
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
-from sdx_kernels._triton import attention_special_aot
+from sdx_kernels._triton import aot, attention_special_aot
 from sdx_kernels._triton.aot import (
     ARCHITECTURES,
     ATTENTION,
@@ -190,6 +190,38 @@ def test_a_digest_knows_code_and_launches(monkeypatch: pytest.MonkeyPatch) -> No
     assert digest("short", 86) == before
     monkeypatch.setitem(SOURCES, "short", ("attention_short.py", "attention_parts.py"))
     assert digest("short", 86) != before
+
+
+def test_a_digest_knows_kernels_and_no_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = Path(aot.__file__).parent
+    for file in kernels.glob("attention*.py"):
+        (tmp_path / file.name).write_text(file.read_text())
+    short = tmp_path / "attention_short.py"
+    monkeypatch.setattr(aot, "__file__", str(tmp_path / "aot.py"))
+    before = digest("short", 86)
+    text = short.read_text()
+    # the launcher, another file's function, the list of names
+    for old, new in (
+        ("query = reach(query, 1)", "query = reach(query, 1).clone()"),
+        ("__all__ = [", '__all__ = [\n    "LN2",'),
+    ):
+        assert old in text
+        short.write_text(text.replace(old, new))
+        assert digest("short", 86) == before
+    # a constant, a kernel's body, its decorator
+    for old, new in (
+        ("LN2 = 0.69", "LN2 = 0.70"),
+        (
+            "tl.dot(",
+            "tl.dot (",
+        ),
+        ("@triton.jit\n", "@triton.jit(noinline=True)\n"),
+    ):
+        assert old in text
+        short.write_text(text.replace(old, new))
+        assert digest("short", 86) != before
 
 
 def test_a_record_replaces_what_other_sources_gave(

@@ -149,13 +149,45 @@ def test_a_binary_is_found_again_with_new_arguments() -> None:
 BASE: dict[str, Any] = {"x": HALVES, "n": 48, "BLOCK": 64, "FLAG": True, "warps": 4, "stages": 2}
 
 
-def test_descriptors_are_tritons_own_matter() -> None:
+DESCRIPTORS = {
+    "fp16": TensorDescriptor(HALVES, [64, 64], [64, 1], [16, 16]),
+    "fp16 of other sizes": TensorDescriptor(HALVES, [32, 48], [128, 1], [16, 16]),
+    "fp16 of another tensor": TensorDescriptor(HALVES.clone(), [64, 64], [64, 1], [16, 16]),
+    "fp16 in other blocks": TensorDescriptor(HALVES, [64, 64], [64, 1], [16, 32]),
+    "bf16": TensorDescriptor(HALVES.bfloat16(), [64, 64], [64, 1], [16, 16]),
+    "fp16 with NaN outside": TensorDescriptor(HALVES, [64, 64], [64, 1], [16, 16], padding="nan"),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), [*itertools.combinations(DESCRIPTORS, 2)])
+def test_descriptors_are_told_apart_as_triton_does(one: str, other: str) -> None:
+    alike = specialised(DESCRIPTORS[one]) == specialised(DESCRIPTORS[other])
+    # what is outside is filled as a field says that the type does not show
+    alike = alike and DESCRIPTORS[one].padding == DESCRIPTORS[other].padding
+    assert (_kind(DESCRIPTORS[one]) == _kind(DESCRIPTORS[other])) == alike
+
+
+def test_a_launch_with_other_descriptors_is_found_again() -> None:
     kernel = Kernel()
-    whole = TensorDescriptor(HALVES, [64, 64], [64, 1], [16, 16])
-    for _ in range(2):
-        start(kernel, GRID, (whole, 48), {"BLOCK": 64, "FLAG": True}, 4)
-    assert len(kernel.inspected) == 2
-    assert not kernel.again
+    for name in ("fp16", "fp16 of other sizes", "fp16 of another tensor", "bf16"):
+        start(kernel, GRID, (DESCRIPTORS[name], 48), {"BLOCK": 64, "FLAG": True}, 4)
+    assert [arguments[1] for arguments in kernel.inspected] == [
+        DESCRIPTORS["fp16"],
+        DESCRIPTORS["bf16"],
+    ]
+    assert [arguments[1] for arguments in kernel.again] == [
+        DESCRIPTORS["fp16 of other sizes"],
+        DESCRIPTORS["fp16 of another tensor"],
+    ]
+
+
+def test_a_descriptor_of_another_triton_is_known_by_all_that_it_holds() -> None:
+    """Triton 3.7 has a field that 3.6 has not: neither is asked for by name."""
+    older, newer = (object.__new__(TensorDescriptor) for _ in range(2))
+    fields = dict(vars(DESCRIPTORS["fp16"]))
+    vars(older).update({k: fields[k] for k in ("base", "shape", "strides", "block_shape")})
+    vars(newer).update(fields, rounding="another")
+    assert len({_kind(older), _kind(newer), _kind(DESCRIPTORS["fp16"])}) == 3
 
 
 def test_ints_are_known_by_value_and_by_kind() -> None:

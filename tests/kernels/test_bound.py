@@ -1,5 +1,6 @@
-"""Launches that are compiled are started again without Triton's inspection of their arguments."""
+"""Launches that are compiled are started again without anything but tensors being looked at."""
 
+import importlib
 from typing import Any
 
 import pytest
@@ -7,11 +8,18 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
-from sdx_kernels._triton import attention_short, attention_tma
+from sdx_kernels import KeyPaddingMask, LowerTriangularMask, attend, target
+from sdx_kernels._triton import attention_fwd, attention_short, attention_tma
 from sdx_kernels._triton.attention_launch import LOG2E
+from sdx_kernels.ops import attention_memo
+from sdx_kernels.target import Target
 from sdx_kernels.testing import random_inputs
-from sdx_kernels.tuning.attention_short import ladder_for_short
-from sdx_kernels.tuning.attention_tma import ladder_for_tma
+
+KERNELS = {
+    "triton": (attention_fwd, "attention_fwd_kernel"),
+    "triton-short": (attention_short, "attention_short_kernel"),
+    "triton-tma": (attention_tma, "attention_tma_kernel"),
+}
 
 
 class Recorder:
@@ -41,88 +49,149 @@ class Binary:
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    found = Recorder(attention_short.attention_short_kernel.arg_names)
-    monkeypatch.setattr(attention_short, "attention_short_kernel", found)
-    monkeypatch.setattr(attention_short, "_bound", {})
+def recorders(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
+    """Kernels that note and compute nothing, on a card that has them all."""
+    # it quickens kernels when it is first imported, and these are not to be
+    importlib.import_module("sdx_kernels._triton.attention_launchers")
+    found = {}
+    for name, (module, kernel) in KERNELS.items():
+        found[name] = Recorder(getattr(module, kernel).arg_names)
+        monkeypatch.setattr(module, kernel, found[name])
+    card = Target("cuda", (9, 0), 232448, "a card", 132)
+    monkeypatch.setattr(target, "of", lambda device: card)
+    # the interpreter has no bfloat16, and here nothing computes
+    monkeypatch.setattr(target, "interpreting", lambda: False)
+    monkeypatch.setattr(attention_memo, "_known", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the CPU's index
     return found
 
 
-def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float = 0.5) -> torch.Tensor:
-    ladder = ladder_for_short((9, 0), q.shape[3], v.shape[3], q.dtype, k.shape[1])
-    return attention_short.plain_attention_short(q, k, v, scale=scale, ladder=ladder)
+def inputs(seed: int = 0) -> tuple[torch.Tensor, ...]:
+    return tuple(random_inputs(2, 130, 77, 3, 64, dtype=torch.float16, seed=seed))
 
 
-def test_the_second_launch_has_the_same_arguments_with_new_tensors(recorder: Recorder) -> None:
-    first = random_inputs(2, 130, 77, 3, 64, dtype=torch.float16)
-    plain(*first)
-    other = random_inputs(2, 130, 77, 3, 64, dtype=torch.float16, seed=1)
-    out = plain(*other, scale=0.25)
-    assert out.shape == (2, 130, 3, 64)
-    assert len(recorder.inspected) == 1
-    (before,), (again,) = recorder.inspected, recorder.again
-    assert len(again) == len(before)
-    q, k, v = other
-    changing = (q, k, v, q, q, out, out)
-    assert all(a is b for a, b in zip(again[1:8], changing, strict=True))
-    assert again[8] == 0.25 * LOG2E
-    assert again[0] == before[0]
-    assert again[9:] == before[9:]
+def masks(seed: int = 0) -> dict[str, Any]:
+    numbers = torch.rand(2, 3, 130, 77, generator=torch.Generator().manual_seed(seed))
+    keys = torch.rand(2, 77, generator=torch.Generator().manual_seed(seed)) > 0.3
+    return {
+        "none": None,
+        "causal": LowerTriangularMask(),
+        "keys": KeyPaddingMask(keys),
+        "keys of all": KeyPaddingMask(keys[:1]),
+        "bias": numbers.half(),
+        "bias of heads": numbers[:1, :, :1].half(),
+        "bool": numbers > 0.3,
+    }
 
 
-@pytest.mark.parametrize("change", ["strides", "alignment", "dtype", "length"])
-def test_what_decides_a_binary_is_looked_at_again(recorder: Recorder, change: str) -> None:
-    q, k, v = random_inputs(2, 130, 77, 3, 64, dtype=torch.float16)
-    plain(q, k, v)
+def served(op: str, name: str) -> bool:
+    return (name == "none") if op == "triton-tma" else (op == "triton" or name != "causal")
+
+
+CALLS = [(op, name) for op in KERNELS for name in masks() if served(op, name)]
+
+
+def comparable(argument: Any) -> Any:
+    """A tensor's address, size and dtype: what a kernel gets of it."""
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr(), argument.dtype
+    if isinstance(argument, attention_tma.TensorDescriptor):
+        return argument.base.data_ptr(), argument.shape, argument.strides, argument.block_shape
+    return argument
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("op", "name"), CALLS)
+def test_a_launch_again_gets_what_a_first_launch_would(
+    op: str, name: str, recorders: dict[str, Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder, written = recorders[op], torch.empty(2, 130, 3, 64, dtype=torch.float16)
+    # one output for all, so that whole launches can be compared
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: written)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: written)
+    attend(*inputs(), masks()[name], op=op)
+    attend(*inputs(), masks()[name], op=op)
+    # the first launch of a settled call is the last that is inspected
+    assert (len(recorder.inspected), len(recorder.again)) == (2, 0)
+    others, mask = inputs(1), masks(1)[name]
+    out, choice = attend(*others, mask, scale=0.25, op=op)
+    assert choice.name == op
+    assert out is written
+    assert (len(recorder.inspected), len(recorder.again)) == (2, 1)
+    attention_memo._known.clear()
+    attend(*others, mask, scale=0.25, op=op)
+    assert len(recorder.inspected) == 3
+    again, first = ([*map(comparable, call)] for call in (recorder.again[0], recorder.inspected[2]))
+    assert again == first
+    assert (0.25 if name.startswith("bias") or name == "bool" else 0.25 * LOG2E) in again
+
+
+CHANGES = ["strides", "alignment", "dtype", "length", "sign", "negated", "mask's strides"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("op", KERNELS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_decides_a_launch_is_looked_at_again(
+    change: str, op: str, recorders: dict[str, Recorder]
+) -> None:
+    recorder, (q, k, v), scale = recorders[op], inputs(), 0.5
+    mask = None if op == "triton-tma" else masks()["bias"]
+    if change == "mask's strides" and mask is None:
+        return
+    for _ in range(3):
+        attend(q, k, v, mask, scale=scale, op=op)
+    assert (len(recorder.inspected), len(recorder.again)) == (2, 1)
     if change == "strides":
         q = q.transpose(1, 2).contiguous().transpose(1, 2)
     elif change == "alignment":
-        q = torch.cat([q.flatten()[:1], q.flatten()])[1:].view(q.shape)
-        assert q.data_ptr() % 16
+        q = torch.cat([q.flatten()[:8], q.flatten()])[8 if op == "triton-tma" else 1 :]
+        q = q[: 2 * 130 * 3 * 64].view(2, 130, 3, 64)
     elif change == "dtype":
         q, k, v = (t.bfloat16() for t in (q, k, v))
-    else:
+    elif change == "length":
         k, v = k[:, :76], v[:, :76]
-    plain(q, k, v)
-    assert len(recorder.inspected) == 2
-    assert not recorder.again
+        mask = None if mask is None else mask[..., :76]
+    elif change == "sign":
+        scale = -scale
+    elif change == "negated":
+        q = torch._neg_view(q)
+    else:
+        assert mask is not None
+        mask = mask.transpose(2, 3).contiguous().transpose(2, 3)
+    if change == "alignment" and op == "triton-tma":
+        # descriptors take whole 16 bytes only, which these are
+        attend(q, k, v, mask, scale=scale, op=op)
+        assert (len(recorder.inspected), len(recorder.again)) == (2, 2)
+        return
+    for calls in (3, 4):
+        attend(q, k, v, mask, scale=scale, op=op)
+        assert (len(recorder.inspected), len(recorder.again)) == (calls, 1)
+        if change in ("strides", "sign", "mask's strides"):
+            # the call is settled; only its launch was new
+            break
 
 
-@pytest.fixture
-def descriptors(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    found = Recorder(attention_tma.attention_tma_kernel.arg_names)
-    monkeypatch.setattr(attention_tma, "attention_tma_kernel", found)
-    monkeypatch.setattr(attention_tma, "_bound", {})
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    return found
+@torch.no_grad()
+def test_launches_of_one_call_do_not_grow_without_end(
+    recorders: dict[str, Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_memo, "_MOST", 3)
+    _, k, v = inputs()
+    for room in range(8):
+        wide = torch.zeros(2, 130, 3, 64 + 8 * room, dtype=torch.float16)[..., :64]
+        attend(wide, k, v, op="triton")
+    (known,) = attention_memo._known.values()
+    assert 1 <= len(known.again) <= 3
 
 
-def plain_tma(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float = 0.5
-) -> torch.Tensor:
-    ladder = ladder_for_tma((9, 0), q.shape[3], v.shape[3], q.dtype, k.shape[1])
-    return attention_tma.plain_attention_tma(q, k, v, scale=scale, ladder=ladder)
-
-
-def test_descriptors_are_made_for_the_new_tensors(descriptors: Recorder) -> None:
-    plain_tma(*random_inputs(2, 130, 128, 3, 64, dtype=torch.bfloat16))
-    other = random_inputs(2, 130, 128, 3, 64, dtype=torch.bfloat16, seed=1)
-    out = plain_tma(*other, scale=0.25)
-    (before,), (again,) = descriptors.inspected, descriptors.again
-    assert len(again) == len(before)
-    changing = zip(again[1:5], (*other, out), before[1:5], strict=True)
-    for descriptor, tensor, earlier in changing:
-        assert descriptor.base is tensor
-        assert descriptor.block_shape == earlier.block_shape
-    assert again[5:8] == (None, None, 0.25 * LOG2E)
-    assert again[0] == before[0]
-    assert again[8:] == before[8:]
-
-
-def test_a_scale_of_another_sign_is_another_binary(descriptors: Recorder) -> None:
-    inputs = random_inputs(2, 130, 128, 3, 64, dtype=torch.bfloat16)
-    plain_tma(*inputs)
-    plain_tma(*inputs, scale=-0.5)
-    assert len(descriptors.inspected) == 2
-    assert not descriptors.again
+@torch.no_grad()
+def test_another_current_card_is_never_handed_a_binary(
+    recorders: dict[str, Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(3):
+        attend(*inputs(), op="triton")
+    assert len(recorders["triton"].again) == 1
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    attend(*inputs(), op="triton")
+    assert len(recorders["triton"].again) == 1

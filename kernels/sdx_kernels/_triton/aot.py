@@ -9,6 +9,7 @@ writes what was found into a file that tests hold against the sources.
 """
 
 import argparse
+import ast
 import hashlib
 import json
 import random
@@ -125,18 +126,36 @@ def facts(launch: Launch, architecture: int) -> dict[str, Any]:
     return {**names, **launch.key, **asdict(made), "clean": clean}
 
 
+def _device_code(file: Path) -> str:
+    """The text of a module's jitted functions and constants."""
+    text = file.read_text(encoding="utf-8")
+    lines, kept = text.splitlines(), []
+    for node in ast.parse(text).body:
+        first = node.lineno
+        if isinstance(node, ast.FunctionDef):
+            marks = [mark for mark in node.decorator_list if "jit" in ast.unparse(mark)]
+            if not marks:
+                continue
+            first = min(mark.lineno for mark in marks)
+        elif not isinstance(node, ast.Assign) or ast.unparse(node.targets[0]) == "__all__":
+            continue
+        kept += lines[first - 1 : node.end_lineno]
+    return "\n".join(kept)
+
+
 def digest(family: str, architecture: int) -> str:
     """Sixteen hex digits of all that decides what a family's launches compile to on a card.
 
-    The code, and each launch with its compile-time arguments: a table's new step for one card asks
-    for nothing on the others.
+    Functions that Triton compiles, constants beside them, and each launch with its compile-time
+    arguments: a table's new step for one card asks for nothing on the others, and how a launch is
+    made on the host for nothing at all.
     """
     everything = hashlib.sha256()
     for pattern in SOURCES[family]:
         found = sorted(Path(__file__).parent.glob(pattern))
         assert found, pattern
         for file in found:
-            everything.update(file.name.encode() + file.read_bytes())
+            everything.update((file.name + _device_code(file)).encode())
     for launch in launches(architecture, (family,)):
         source = launch.source
         parts = (launch.key, source.signature, source.constants, source.attrs)

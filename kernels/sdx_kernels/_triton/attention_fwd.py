@@ -5,6 +5,7 @@ hostile: int64 before any stride is multiplied, a mask on every edge.
 """
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,14 +16,17 @@ from sdx_kernels import target
 from sdx_kernels._triton.attention_launch import (
     LN2,
     LOG2E,
+    Bound,
     band_bounds,
     dropout_draw,
+    mask_bytes,
     reach,
     run_ladder,
 )
 from sdx_kernels._triton.attention_parts import band_range, dropout_keep, load_rows
 from sdx_kernels.bias import Band, Packed
 from sdx_kernels.checks import Dropout
+from sdx_kernels.registry import Again
 from sdx_kernels.tuning.attention import MAX_AUTOMATIC_FP32_DIM, AttentionConfig, split
 
 __all__ = ["attention_fwd_kernel", "constants_for", "grid_for", "launch_attention_fwd"]
@@ -342,6 +346,7 @@ def launch_attention_fwd(
     output_dtype: torch.dtype,
     with_lse: bool,
     ladder: tuple[AttentionConfig, ...],
+    bind: Callable[[Again], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Runs the kernel on BMHK tensors of one dtype with a contiguous last dim.
 
@@ -356,6 +361,8 @@ def launch_attention_fwd(
         output_dtype: dtype of the output.
         with_lse: also write the rows' log-sum-exp (of the softmax before dropout).
         ladder: launch configurations, best first.
+        bind: gets what does it again; not with packed sequences, dropout or lse, nor where a
+            tensor was copied on the way.
 
     Returns:
         `[B, Mq, H, Kv]` contiguous, and `[B, H, Mq]` fp32 or None. Rows that attend nothing hold
@@ -364,6 +371,7 @@ def launch_attention_fwd(
     Raises:
         LaunchRefused: the driver has too few resources for every configuration.
     """
+    given = (key, value, bias, key_mask)
     # queries are read once, through 64-bit offsets of their rows
     key, value = reach(key, 1), reach(value, 1)
     batch, queries, heads, head_dim = query.shape
@@ -394,30 +402,21 @@ def launch_attention_fwd(
     }
     bias_strides: tuple[int, ...] = (0, 0, 0, 0)
     if bias is not None:
-        bias = reach(bias, 2, 3).expand(batch, heads, queries, keys)
-        bias_strides = bias.stride()
-        bias = bias.view(torch.uint8) if bias.dtype == torch.bool else bias
+        bias = reach(bias, 2, 3)
+        bias_strides = bias.expand(batch, heads, queries, keys).stride()
     exists_strides: tuple[int, ...] = (0, 0)
     if key_mask is not None:
         key_mask = reach(key_mask, 1)
         exists_strides = key_mask.stride()
+    as_given = all(a is b for a, b in zip(given, (key, value, bias, key_mask), strict=True))
+    repeats = as_given and not (with_lse or packed or dropout) and output_dtype == query.dtype
     threshold, rescale = dropout_draw(dropout)
     kernel: Any = attention_fwd_kernel
 
     def launch(config: AttentionConfig) -> None:
-        kernel[grid_for(items, heads, longest, config.block_m)](
-            query,
-            key,
-            value,
-            query if bias is None else bias,
-            query if key_mask is None else key_mask.view(torch.uint8),
-            query if dropout is None else dropout.seed,
-            query if packed is None else packed.query_starts,
-            query if packed is None else packed.key_starts,
-            out,
-            out if lse is None else lse,
-            scale if bias is not None else scale * LOG2E,
-            rescale,
+        grid = grid_for(items, heads, longest, config.block_m)
+        constants = constants_for(config, **kinds)
+        fixed = (
             *query.stride()[:3],
             *key.stride()[:3],
             *value.stride()[:3],
@@ -431,11 +430,29 @@ def launch_attention_fwd(
             longest,
             *band_bounds(band, longest + longest_key),
             threshold,
-            **constants_for(config, **kinds),
+        )
+        compiled = kernel[grid](
+            query,
+            key,
+            value,
+            query if bias is None else mask_bytes(bias),
+            query if key_mask is None else mask_bytes(key_mask),
+            query if dropout is None else dropout.seed,
+            query if packed is None else packed.query_starts,
+            query if packed is None else packed.key_starts,
+            out,
+            out if lse is None else lse,
+            scale if bias is not None else scale * LOG2E,
+            rescale,
+            *fixed,
+            **constants,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             enable_fp_fusion=True,
         )
+        if bind is not None and repeats and compiled is not None:
+            bound = Bound(compiled, kernel, grid, fixed, constants)
+            bind(bound.with_masks(out.shape, bias is not None, unused=3, after=(1.0,)))
 
     step_key = (kernel, target.of(query.device), *kinds.values(), ladder)
     on_device = torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext()

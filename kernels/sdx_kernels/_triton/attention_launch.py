@@ -16,14 +16,15 @@ from sdx_kernels import target
 from sdx_kernels.bias import Band
 from sdx_kernels.checks import Dropout
 from sdx_kernels.errors import LaunchRefused
+from sdx_kernels.registry import Again
 
 __all__ = [
     "LN2",
     "LOG2E",
-    "MOST_BOUND",
     "Bound",
     "band_bounds",
     "dropout_draw",
+    "mask_bytes",
     "reach",
     "run_ladder",
     "say_first_use",
@@ -72,6 +73,11 @@ def band_bounds(band: Band | None, longest: int) -> tuple[int, int, int]:
     return left, right, int(band.from_end)
 
 
+def mask_bytes(mask: torch.Tensor) -> torch.Tensor:
+    """A bool mask as the bytes that kernels read; a float bias as it is."""
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+
+
 def dropout_draw(dropout: Dropout | None) -> tuple[int, float]:
     """(threshold, 1 / (1 − p)) for a kernel: the int32 of the same bits as floor(p · 2³²)."""
     if dropout is None:
@@ -90,10 +96,6 @@ def say_first_use() -> None:
     )
 
 
-#: shapes of one process are few; a program that sweeps sizes must not grow without end
-MOST_BOUND = 4096
-
-
 class Bound:
     """A launch that is compiled: again with other tensors of equal shapes, strides and alignment.
 
@@ -103,7 +105,7 @@ class Bound:
     Args:
         compiled: what the first launch returned.
         kernel: the jit function.
-        blocks: programs.
+        grid: programs.
         fixed: its arguments after the ones that change with each call.
         constants: its compile-time arguments.
     """
@@ -112,17 +114,46 @@ class Bound:
         self,
         compiled: Any,
         kernel: Any,
-        blocks: int,
+        grid: tuple[int, int, int],
         fixed: Sequence[object],
         constants: Mapping[str, object],
     ) -> None:
-        self._start = compiled[blocks, 1, 1]
+        self._start = compiled[grid]
         names = kernel.arg_names[len(kernel.arg_names) - len(constants) :]
         self._fixed = (*fixed, *(constants[name] for name in names))
 
     def __call__(self, *changing: object) -> None:
         """Launches with these first arguments on the current device's current stream."""
         self._start(*changing, *self._fixed)
+
+    def with_masks(
+        self, shape: torch.Size, biased: bool, *, unused: int = 0, after: tuple[float, ...] = ()
+    ) -> Again:
+        """The launch of a kernel by pointers, as a way to do it again.
+
+        Args:
+            shape: of the output.
+            biased: a mask is added to scores, which stay in natural units; else it parts keys.
+            unused: how many pointers lie between the masks and the output.
+            after: what follows the scale.
+        """
+
+        def again(
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            mask: torch.Tensor | None,
+            scale: float,
+        ) -> torch.Tensor:
+            out = query.new_empty(shape)
+            masked = query if mask is None else mask_bytes(mask)
+            masks = (masked, query) if biased else (query, masked)
+            factor = scale if biased else scale * LOG2E
+            # what a kernel was compiled without is any pointer
+            self(query, key, value, *masks, *(query,) * unused, out, out, factor, *after)
+            return out
+
+        return again
 
 
 #: told of every launch before it is made, where a test wants to know

@@ -12,12 +12,10 @@ from sdx_kernels._triton.attention_fwd import attention_fwd_kernel, launch_atten
 from sdx_kernels._triton.attention_short import (
     attention_short_kernel,
     launch_attention_short,
-    plain_attention_short,
 )
 from sdx_kernels._triton.attention_tma import (
     attention_tma_kernel,
     launch_attention_tma,
-    plain_attention_tma,
 )
 from sdx_kernels._triton.attention_tma_bwd import (
     keys_tma_kernel,
@@ -51,8 +49,6 @@ __all__ = [
     "launch_attention_tma_bwd",
     "launch_attention_wide_bwd",
     "launch_attention_wide_fwd",
-    "plain_attention_short",
-    "plain_attention_tma",
 ]
 
 KERNELS: tuple[Any, ...] = (

@@ -14,7 +14,8 @@ import triton.language as tl
 from triton.compiler import ASTSource
 
 from sdx_kernels import target
-from sdx_kernels._triton.attention_launch import MOST_BOUND, Bound, reach, run_ladder
+from sdx_kernels._triton.attention_launch import Bound, mask_bytes, reach, run_ladder
+from sdx_kernels.registry import Again
 from sdx_kernels.tuning.attention import AttentionConfig, padded
 from sdx_kernels.tuning.attention_short import ShortConfig, parts_for
 
@@ -22,7 +23,6 @@ __all__ = [
     "attention_short_kernel",
     "constants_for_short",
     "launch_attention_short",
-    "plain_attention_short",
     "short_source",
 ]
 
@@ -292,7 +292,7 @@ def launch_attention_short(
     output_dtype: torch.dtype,
     with_lse: bool,
     ladder: tuple[ShortConfig, ...],
-    bind: Callable[[Bound], None] | None = None,
+    bind: Callable[[Again], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Runs the kernel on BMHK tensors of one dtype with a contiguous last dim.
 
@@ -305,8 +305,7 @@ def launch_attention_short(
         output_dtype: dtype of the output.
         with_lse: also write the rows' log-sum-exp.
         ladder: launch configurations for these keys, best first.
-        bind: gets the compiled launch, whose changing arguments are query, key, value, query,
-            query, output, output and the scale in log2 units; not with a bias, mask or lse.
+        bind: gets what does it again; not with lse, nor where a tensor was copied on the way.
 
     Returns:
         `[B, Mq, H, Kv]` contiguous, and `[B, H, Mq]` fp32 (natural log) or None.
@@ -314,6 +313,7 @@ def launch_attention_short(
     Raises:
         LaunchRefused: the driver has too few resources for every configuration.
     """
+    given = (query, bias)
     query = reach(query, 1)
     batch, queries, heads, head_dim = query.shape
     keys, key_heads, value_dim = key.shape[1], key.shape[2], value.shape[3]
@@ -328,14 +328,15 @@ def launch_attention_short(
     bias_dtype = None if bias is None else bias.dtype
     bias_strides: tuple[int, ...] = (0, 0, 0, 0)
     if bias is not None:
-        bias = _within_reach(bias.expand(batch, heads, queries, keys))
-        bias_strides = bias.stride()
-        bias = bias.view(torch.uint8) if bias.dtype == torch.bool else bias
+        expanded = bias.expand(batch, heads, queries, keys)
+        near = _within_reach(expanded)
+        bias_strides = near.stride()
+        bias = bias if near is expanded else near
     mask_strides: tuple[int, ...] = (0, 0)
     if key_mask is not None:
         key_mask = key_mask.expand(batch, keys)
         mask_strides = key_mask.stride()
-        key_mask = key_mask.view(torch.uint8)
+    repeats = query is given[0] and bias is given[1] and output_dtype == query.dtype
     align = _alignment(query, key, value)
     facts = target.of(device)
     kernel: Any = attention_short_kernel
@@ -363,12 +364,13 @@ def launch_attention_short(
             keys,
             parts,
         )
-        compiled = kernel[(batch * heads * parts, 1, 1)](
+        grid = (batch * heads * parts, 1, 1)
+        compiled = kernel[grid](
             query,
             key,
             value,
-            query if bias is None else bias,
-            query if key_mask is None else key_mask,
+            query if bias is None else mask_bytes(bias),
+            query if key_mask is None else mask_bytes(key_mask),
             out,
             out if lse is None else lse,
             scale if bias is not None else scale * LOG2E,
@@ -378,8 +380,9 @@ def launch_attention_short(
             num_stages=config.num_stages,
             enable_fp_fusion=True,
         )
-        if bind is not None and compiled is not None:
-            bind(Bound(compiled, kernel, batch * heads * parts, fixed, constants))
+        if bind is not None and repeats and not with_lse and compiled is not None:
+            bound = Bound(compiled, kernel, grid, fixed, constants)
+            bind(bound.with_masks(out.shape, bias is not None))
 
     step_key = (
         "short", facts, query.dtype, bias_dtype, key_mask is None, head_dim, value_dim, ladder,
@@ -387,52 +390,3 @@ def launch_attention_short(
     with torch.cuda.device(device) if query.is_cuda else contextlib.nullcontext():
         run_ladder(step_key, ladder, launch)
     return out, lse
-
-
-#: compiled launches of plain calls, by all that decides them besides alignment
-_bound: dict[tuple[object, ...], Bound] = {}
-
-
-def plain_attention_short(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    scale: float,
-    ladder: tuple[ShortConfig, ...],
-) -> torch.Tensor:
-    """`launch_attention_short` without bias, mask and lse, for calls that come 140 times a step.
-
-    Raises:
-        LaunchRefused: the driver has too few resources for every configuration.
-    """
-    tensors = (query, key, value)
-    device = query.device
-    aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
-    kind = (
-        query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
-        query.dtype, device, ladder,
-    )  # fmt: skip
-    bound = _bound.get(kind) if aligned else None
-    if bound is not None and device.index == torch.cuda.current_device():
-        batch, queries, heads, _ = query.shape
-        out = query.new_empty((batch, queries, heads, value.shape[3]))
-        bound(query, key, value, query, query, out, out, scale * LOG2E)
-        return out
-
-    def bind(compiled: Bound) -> None:
-        if len(_bound) >= MOST_BOUND:
-            _bound.clear()
-        _bound[kind] = compiled
-
-    # a query that is too far-strided is copied on the way: nothing to be launched again as it is
-    known = aligned and reach(query, 1) is query
-    return launch_attention_short(
-        *tensors,
-        None,
-        scale=scale,
-        output_dtype=query.dtype,
-        with_lse=False,
-        ladder=ladder,
-        bind=bind if known else None,
-    )[0]

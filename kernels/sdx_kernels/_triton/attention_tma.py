@@ -17,8 +17,9 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sdx_kernels import target
-from sdx_kernels._triton.attention_launch import MOST_BOUND, Bound, run_ladder
+from sdx_kernels._triton.attention_launch import Bound, run_ladder
 from sdx_kernels.errors import LaunchRefused
+from sdx_kernels.registry import Again
 from sdx_kernels.tuning.attention import AttentionConfig, padded
 from sdx_kernels.tuning.attention_tma import TmaConfig, warm_keys
 
@@ -27,7 +28,6 @@ __all__ = [
     "constants_for_tma",
     "describable",
     "launch_attention_tma",
-    "plain_attention_tma",
     "tma_source",
 ]
 
@@ -288,9 +288,41 @@ def _descriptor(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
         if len(_described) >= _MOST_DESCRIBED:
             _described.clear()
         fields = _described[key] = {**vars(whole), "base": None}
+    return _like(fields, tensor)
+
+
+def _like(fields: dict[str, object], tensor: torch.Tensor) -> TensorDescriptor:
+    """The descriptor of these fields for another tensor, which nobody checks again."""
     descriptor: TensorDescriptor = object.__new__(TensorDescriptor)
     vars(descriptor).update(fields, base=tensor)
     return descriptor
+
+
+def _again(bound: Bound, described: tuple[TensorDescriptor, ...]) -> Again:
+    """The launch with other tensors, described as the first ones."""
+    q, k, v, o = ({**vars(descriptor), "base": None} for descriptor in described)
+    shape = described[3].base.shape
+
+    def again(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float,
+    ) -> torch.Tensor:
+        out = query.new_empty(shape)
+        bound(
+            _like(q, query),
+            _like(k, key),
+            _like(v, value),
+            _like(o, out),
+            None,
+            None,
+            scale * LOG2E,
+        )
+        return out
+
+    return again
 
 
 def launch_attention_tma(
@@ -303,7 +335,7 @@ def launch_attention_tma(
     with_lse: bool,
     ladder: tuple[TmaConfig, ...],
     redone: torch.Tensor | None = None,
-    bind: Callable[[Bound, TmaConfig], None] | None = None,
+    bind: Callable[[Again], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Runs the kernel on BMHK tensors of one dtype, unmasked.
 
@@ -315,8 +347,7 @@ def launch_attention_tma(
         ladder: launch configurations, best first.
         redone: int32, at least `B · H · ⌈Mq / block_m⌉` elements: gets 1 for every query tile that
             the optimistic form gave up, else 0. Default: not counted.
-        bind: gets the compiled launch, whose changing arguments are four descriptors, None, None
-            and the scale in log2 units; only for calls without lse and `redone`.
+        bind: gets what does it again; not with lse or `redone`.
 
     Returns:
         `[B, Mq, H, Kv]` contiguous, and `[B, H, Mq]` fp32 (natural log) or None.
@@ -351,11 +382,15 @@ def launch_attention_tma(
             count=redone is not None,
         )
         fixed = (heads, heads // key_heads, queries, keys, warm_keys(config, keys))
-        compiled = kernel[(tiles, 1, 1)](
+        grid = (tiles, 1, 1)
+        described = (
             _descriptor(query, config.block_m),
             _descriptor(key, config.block_n),
             _descriptor(value, config.block_n),
             _descriptor(out, config.block_m),
+        )
+        compiled = kernel[grid](
+            *described,
             lse,
             redone,
             scale * LOG2E,
@@ -366,67 +401,11 @@ def launch_attention_tma(
             maxnreg=config.registers or None,
             enable_fp_fusion=True,
         )
-        if bind is not None and compiled is not None:
-            bind(Bound(compiled, kernel, tiles, fixed, constants), config)
+        repeats = not with_lse and redone is None and output_dtype == query.dtype
+        if bind is not None and repeats and compiled is not None:
+            bind(_again(Bound(compiled, kernel, grid, fixed, constants), described))
 
     step_key = ("tma", facts, query.dtype, output_dtype, head_dim, value_dim, ladder)
     with torch.cuda.device(device) if query.is_cuda else contextlib.nullcontext():
         run_ladder(step_key, ladder, launch)
     return out, lse
-
-
-#: compiled launches of plain calls and their tiles, by all that decides them
-_bound: dict[tuple[object, ...], tuple[Bound, TmaConfig]] = {}
-
-
-def plain_attention_tma(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    scale: float,
-    ladder: tuple[TmaConfig, ...],
-) -> torch.Tensor:
-    """`launch_attention_tma` without lse, for calls that come 140 times a step.
-
-    Raises:
-        LaunchRefused: strides or addresses are not multiples of 16 bytes, or the driver has too
-            few resources for every configuration.
-    """
-    device = query.device
-    # the sign of the scale is compiled in; addresses are checked by every descriptor
-    kind = (
-        query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
-        query.dtype, device, ladder, scale > 0.0,
-    )  # fmt: skip
-    known = _bound.get(kind)
-    if known is not None and device.index == torch.cuda.current_device():
-        bound, config = known
-        batch, queries, heads, _ = query.shape
-        out = query.new_empty((batch, queries, heads, value.shape[3]))
-        bound(
-            _descriptor(query, config.block_m),
-            _descriptor(key, config.block_n),
-            _descriptor(value, config.block_n),
-            _descriptor(out, config.block_m),
-            None,
-            None,
-            scale * LOG2E,
-        )
-        return out
-
-    def bind(compiled: Bound, config: TmaConfig) -> None:
-        if len(_bound) >= MOST_BOUND:
-            _bound.clear()
-        _bound[kind] = compiled, config
-
-    return launch_attention_tma(
-        query,
-        key,
-        value,
-        scale=scale,
-        output_dtype=query.dtype,
-        with_lse=False,
-        ladder=ladder,
-        bind=bind,
-    )[0]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = ["quicken", "start"]
 
@@ -19,6 +20,9 @@ _MOST = 4096
 
 #: a binary, and the names of the compile-time arguments that it is called with
 Known = tuple[Any, tuple[str, ...]]
+
+#: what of a tensor descriptor is no part of its type, but passed at run time
+_RUN_TIME = frozenset(("base", "shape", "strides"))
 
 _compiled: dict[tuple[object, ...], Known] = {}
 
@@ -47,7 +51,13 @@ def _kind(argument: Any) -> object:
         return 2 + size + (argument % 16 == 0)
     if kind is float or kind is bool or argument is None:
         return kind
-    # tensor descriptors among them: what they hold differs between Triton's versions
+    if kind is TensorDescriptor:
+        # which fields there are differs between Triton's versions
+        held = vars(argument).items()
+        return (
+            argument.base.dtype,
+            *[tuple(v) if type(v) is list else v for name, v in held if name not in _RUN_TIME],
+        )
     raise TypeError(kind)
 
 
@@ -110,8 +120,8 @@ def start(
     Args:
         kernel: the jit function; its compile-time arguments come last.
         grid: programs.
-        arguments: tensors, ints and floats, in the kernel's order; with any other, a tensor
-            descriptor for instance, Triton inspects every launch.
+        arguments: tensors, tensor descriptors, ints and floats, in the kernel's order; with any
+            other Triton inspects every launch.
         constants: compile-time arguments.
         num_warps: warps of a program.
         num_stages: stages of its loops; default: Triton's.

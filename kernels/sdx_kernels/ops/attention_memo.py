@@ -6,7 +6,7 @@ pure function of its key, so bits do not depend on it.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,7 +19,7 @@ from sdx_kernels.bias import (
     LowerTriangularMask,
 )
 from sdx_kernels.checks import AttentionInputs, Signature
-from sdx_kernels.registry import Choice, Impl, launches
+from sdx_kernels.registry import Again, Choice, Impl, launches
 
 __all__ = ["Known", "forget", "plain_key", "recall", "remember"]
 
@@ -36,7 +36,11 @@ Bias = torch.Tensor | AttentionBias | None
 
 @dataclass(frozen=True)
 class Known:
-    """A settled call without dropout, gradient or autocast: run it with new tensors."""
+    """A settled call without dropout, gradient or autocast: run it with new tensors.
+
+    Attributes:
+        again: launches that are compiled, by all that decides them besides the settled call.
+    """
 
     signature: Signature
     target: target.Target
@@ -44,6 +48,7 @@ class Known:
     impl: Impl
     choice: Choice
     band: Band | None = None
+    again: dict[Key, Again] = field(default_factory=dict, compare=False)
 
     def __call__(
         self,
@@ -59,30 +64,88 @@ class Known:
         if plain is not None and attn_bias is None:
             out = plain(query, key, value, factor)
         else:
-            s = self.signature
-            dense = attn_bias if isinstance(attn_bias, torch.Tensor) else None
-            exists = None
-            if isinstance(attn_bias, KeyPaddingMask):
-                exists = attn_bias.mask.expand(s.batch, s.keys)
-            inputs = AttentionInputs(
-                query,
-                key,
-                value,
-                dense,
-                self.band,
-                None,
-                exists,
-                None,
-                None,
-                factor,
-                s.output_dtype,
-                (s.batch, s.queries, s.heads, s.value_dim),
-                type(attn_bias),
-                s,
-            )
-            out = self.impl.run(inputs)[0]
+            out = self._bound(query, key, value, factor, attn_bias)
         launches[self.choice.name] += 1
         return out
+
+    def _bound(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        attn_bias: Bias,
+    ) -> torch.Tensor:
+        """By a launch that is compiled, if there is one for such tensors."""
+        if self.impl.bind is None:
+            out: torch.Tensor = self.impl.run(self._inputs(query, key, value, scale, attn_bias))[0]
+            return out
+        mask = attn_bias.mask if isinstance(attn_bias, KeyPaddingMask) else attn_bias
+        tensor = mask if isinstance(mask, torch.Tensor) else None
+        where = _where(query, key, value, tensor, scale)
+        again = None if where is None else self.again.get(where)
+        # a binary is loaded on one device, and started on the current one
+        if again is not None and query.device.index == torch.cuda.current_device():
+            return again(query, key, value, tensor, scale)
+        out, again = self.impl.bind(self._inputs(query, key, value, scale, attn_bias))
+        if again is not None and where is not None:
+            if len(self.again) >= _MOST:
+                self.again.clear()
+            self.again[where] = again
+        return out
+
+    def _inputs(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        attn_bias: Bias,
+    ) -> AttentionInputs:
+        s = self.signature
+        dense = attn_bias if isinstance(attn_bias, torch.Tensor) else None
+        exists = None
+        if isinstance(attn_bias, KeyPaddingMask):
+            exists = attn_bias.mask.expand(s.batch, s.keys)
+        return AttentionInputs(
+            query,
+            key,
+            value,
+            dense,
+            self.band,
+            None,
+            exists,
+            None,
+            None,
+            scale,
+            s.output_dtype,
+            (s.batch, s.queries, s.heads, s.value_dim),
+            type(attn_bias),
+            s,
+        )
+
+
+def _where(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> Key | None:
+    """What decides a launch beside shapes and dtypes; None for tensors that need a look each time.
+
+    The sign of the scale is compiled into a kernel. A lazily negated tensor holds the wrong sign.
+    """
+    addresses = query.data_ptr() | key.data_ptr() | value.data_ptr()
+    if mask is not None:
+        addresses |= mask.data_ptr()
+    if addresses % 16 or query.is_neg() or key.is_neg() or value.is_neg():
+        return None
+    if mask is None:
+        return query.stride(), key.stride(), value.stride(), scale > 0.0
+    if mask.is_neg():
+        return None
+    return query.stride(), key.stride(), value.stride(), scale > 0.0, mask.stride()
 
 
 _known: dict[Key, Known] = {}
@@ -109,7 +172,12 @@ def plain_key(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, op: object, attn_bias: Bias = None
 ) -> Key | None:
     """All that the choice for such a call depends on, or None where the long way must be taken."""
-    if not all(isinstance(tensor, torch.Tensor) for tensor in (query, key, value)):
+    # spelled out: a generator over three takes a microsecond
+    if not (
+        isinstance(query, torch.Tensor)
+        and isinstance(key, torch.Tensor)
+        and isinstance(value, torch.Tensor)
+    ):
         return None
     if query.dim() != 4 or not (op is None or isinstance(op, str)):
         return None

@@ -5,14 +5,14 @@ that they are the fastest; nothing is timed at run time.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from sdx_kernels import target
 from sdx_kernels.checks import AttentionInputs, Signature
 from sdx_kernels.ops.attention_reasons import HALF, OLDEST, triton_reasons
-from sdx_kernels.registry import TOLERANCE, Impl
+from sdx_kernels.registry import TOLERANCE, Again, Impl
 from sdx_kernels.tuning.attention import (
     MAX_AUTOMATIC_FP32_DIM,
     MAX_HEAD_DIM,
@@ -49,6 +49,9 @@ __all__ = [
 BY_NAME = -1
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
+
+#: gets what does a launch again
+Bind = Callable[[Again], None]
 
 #: the first cards that load through tensor descriptors; interpreted launches take their tiles
 DESCRIPTORS = (9, 0)
@@ -114,7 +117,7 @@ def _shared(inputs: AttentionInputs) -> dict[str, Any]:
     }
 
 
-def _run_triton(inputs: AttentionInputs) -> Result:
+def _run_triton(inputs: AttentionInputs, bind: Bind | None = None) -> Result:
     from sdx_kernels._triton.attention_launchers import launch_attention_fwd
 
     return launch_attention_fwd(
@@ -125,6 +128,7 @@ def _run_triton(inputs: AttentionInputs) -> Result:
         packed=inputs.packed,
         dropout=inputs.dropout,
         ladder=_ladder(inputs.signature),
+        bind=bind,
     )
 
 
@@ -167,7 +171,7 @@ def _short_reasons(s: Signature) -> list[str]:
     return reasons
 
 
-def _run_short(inputs: AttentionInputs) -> Result:
+def _run_short(inputs: AttentionInputs, bind: Bind | None = None) -> Result:
     from sdx_kernels._triton.attention_launchers import launch_attention_short
 
     return launch_attention_short(
@@ -175,36 +179,7 @@ def _run_short(inputs: AttentionInputs) -> Result:
         bias=None if inputs.bias is None else inputs.bias.resolve_neg(),
         key_mask=inputs.key_mask,
         ladder=_short_ladder(inputs.signature),
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def _plain_short_ladder(
-    query: torch.Size, key: torch.Size, value: torch.Size, dtype: torch.dtype, card: target.Target
-) -> tuple[ShortConfig, ...]:
-    return ladder_for_short(
-        card.capability or DESCRIPTORS,
-        query[3],
-        value[3],
-        dtype,
-        key[1],
-        shared_memory_bytes=card.shared_memory_bytes or None,
-        queries=query[1],
-    )
-
-
-def _plain_short(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> torch.Tensor:
-    from sdx_kernels._triton.attention_launchers import plain_attention_short
-
-    card = target.of(query.device)
-    return plain_attention_short(
-        unit_stride(query),
-        unit_stride(key),
-        unit_stride(value),
-        scale=scale,
-        ladder=_plain_short_ladder(query.shape, key.shape, value.shape, query.dtype, card),
+        bind=bind,
     )
 
 
@@ -232,41 +207,13 @@ def _tma_reasons(s: Signature) -> list[str]:
     return reasons
 
 
-def _run_tma(inputs: AttentionInputs) -> Result:
+def _run_tma(inputs: AttentionInputs, bind: Bind | None = None) -> Result:
     from sdx_kernels._triton.attention_launchers import launch_attention_tma
 
     return launch_attention_tma(
         **_shared(inputs),
         ladder=_tma_ladder(inputs.signature),
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def _plain_tma_ladder(
-    query: torch.Size, key: torch.Size, value: torch.Size, dtype: torch.dtype, card: target.Target
-) -> tuple[TmaConfig, ...]:
-    return ladder_for_tma(
-        card.capability or DESCRIPTORS,
-        query[3],
-        value[3],
-        dtype,
-        key[1],
-        card.shared_memory_bytes or None,
-    )
-
-
-def _plain_tma(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> torch.Tensor:
-    from sdx_kernels._triton.attention_launchers import plain_attention_tma
-
-    card = target.of(query.device)
-    return plain_attention_tma(
-        unit_stride(query),
-        unit_stride(key),
-        unit_stride(value),
-        scale=scale,
-        ladder=_plain_tma_ladder(query.shape, key.shape, value.shape, query.dtype, card),
+        bind=bind,
     )
 
 
@@ -314,12 +261,24 @@ def _run_wide(inputs: AttentionInputs) -> Result:
     )
 
 
+def _bound(
+    run: Callable[[AttentionInputs, Bind], Result], inputs: AttentionInputs
+) -> tuple[torch.Tensor, Again | None]:
+    """The output, and what does it again where no tensor had to be converted on the way."""
+    found: list[Again] = []
+    out = run(inputs, found.append)[0]
+    given = (inputs.query, inputs.key, inputs.value)
+    as_given = all(unit_stride(tensor) is tensor for tensor in given)
+    return out, found[0] if found and as_given else None
+
+
 TRITON_IMPLEMENTATIONS = (
     Impl(
         name="triton",
         priority=30,
         reasons=_triton_reasons,
         run=_run_triton,
+        bind=functools.partial(_bound, _run_triton),
         tolerance=TOLERANCE,
         closest=(
             f"float16, bfloat16 or float32 with head dims up to {MAX_HEAD_DIM} on an "
@@ -342,7 +301,7 @@ TRITON_IMPLEMENTATIONS = (
         priority=BY_NAME,
         reasons=_short_reasons,
         run=_run_short,
-        plain=_plain_short,
+        bind=functools.partial(_bound, _run_short),
         tolerance=TOLERANCE,
         closest=f"at most {MAX_SHORT_KEYS} keys, head dims up to {MAX_SHORT_HEAD_DIM}, 16 bits",
     ),
@@ -351,7 +310,7 @@ TRITON_IMPLEMENTATIONS = (
         priority=BY_NAME,
         reasons=_tma_reasons,
         run=_run_tma,
-        plain=_plain_tma,
+        bind=functools.partial(_bound, _run_tma),
         tolerance=TOLERANCE,
         closest=(
             f"no mask, head dims up to {MAX_TMA_HEAD_DIM} in multiples of 8, 16 bits, on an "
