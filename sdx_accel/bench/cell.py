@@ -1,18 +1,24 @@
-"""Runs one cell of the picture benchmark in a process of its own and writes its JSON record.
+"""Runs cells of the picture benchmark in a process of their own and writes their JSON records.
 
-    python -m sdx_accel.bench.cell '{"model": …, "mode": …, …}' FILE
+    python -m sdx_accel.bench.cell '[{"model": …, "mode": …, …}, …]' FILE
 
-A process a cell, because the budget counts this process's CUDA context and a cap is per process.
+A process for each way to run, because a budget counts this process's CUDA context; budgets of one
+model come after each other in one, which loads the model once.
 """
 
+import gc
 import hashlib
 import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from sdx_accel.bench.sampler import sampled
 
 __all__ = ["PROMPTS", "StepClock", "run"]
 
@@ -58,23 +64,51 @@ class StepClock:
         return [b - a for a, b in pairwise(marks)]
 
 
-def run(cell: dict[str, Any]) -> dict[str, Any]:
-    """One cell: load, enable, make pictures; see `sdx_accel.bench.gpu` for the cells."""
+def run(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Load once, then enable and make pictures for each cell; see `sdx_accel.bench.gpu`.
+
+    Args:
+        cells: equal but for their budgets.
+    """
     import torch
 
     import sdx_accel  # noqa: F401  (attaches the methods)
     from sdx_accel.runtime import checkpoints
-    from sdx_accel.runtime.probe import open_card, read_idle_cards
+    from sdx_accel.runtime.probe import read_idle_cards
 
-    device = cell["device"]
-    if device == "cuda":
+    cuda = cells[0]["device"] == "cuda"
+    if cuda:
         read_idle_cards()
     started = time.perf_counter()
-    pipe = checkpoints.load(cell["model"], dtype=cell["dtype"])
-    loaded = time.perf_counter()
+    pipe = checkpoints.load(cells[0]["model"], dtype=cells[0]["dtype"])
+    loading = time.perf_counter() - started
     pipe.set_progress_bar_config(disable=True)
-    record: dict[str, Any] = {"cell": cell, "load_s": loaded - started}
-    mode = cell["mode"]
+    records = []
+    for cell in cells:
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        seen: dict[str, Any] = {}
+        with sampled(seen) if cuda else nullcontext():
+            record = _pictures(pipe, cell)
+        records.append({**record, "load_s": loading, **({"driver": seen} if cuda else {})})
+        if cell is not cells[-1]:
+            # the next one's peak is its own
+            pipe.disable_xattn()
+            gc.collect()
+            if cuda:
+                torch.cuda.empty_cache()
+    return records
+
+
+def _pictures(pipe: Any, cell: dict[str, Any]) -> dict[str, Any]:
+    """One cell with a pipeline that is loaded."""
+    import torch
+
+    from sdx_accel.runtime.probe import open_card
+
+    device, mode = cell["device"], cell["mode"]
+    loaded = time.perf_counter()
+    record: dict[str, Any] = {"cell": cell}
     if mode == "budget":
         pipe.enable_xattn(vram=cell["vram"], device=device)
         plan = pipe.xattn_report().plan

@@ -4,14 +4,16 @@
 
 Short: the checkpoint's VAE (fp32 decode) at 8, 7 and 6.8 GiB, our unconstrained run and stock,
 about three minutes. `--full` adds diffusers' model offload, all of it with a VAE that decodes in
-fp16, and a hundred pictures in a row.
+fp16, and two hundred pictures in a row.
 
 Random weights in the public architecture: same bytes, shapes and arithmetic as the checkpoint, no
-network. Every cell runs in its own process while another process samples the driver's memory every
-20 ms. Prints a table and writes picture.json into $OUT, or the current folder.
+network. Every way to run has its own process, in which budgets come after each other, while another
+process samples the driver's memory every 20 ms. Prints a table and writes picture.json into $OUT,
+or the current folder.
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -19,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,8 @@ def _cells(tiny: bool, full: bool, steps: int, pictures: int, only: str) -> list
         modes.append({"mode": "offload"})
     cells = [{**common, "model": model, **mode} for model in models for mode in modes]
     if full and not tiny:
-        # a hundred new prompts in a row: what a single picture does not show
-        many = {"pictures": 100, "steps": 4, "mode": "budget", "vram": 8.0}
+        # two hundred new prompts in a row: what a single picture does not show
+        many = {"pictures": 200, "steps": 4, "mode": "budget", "vram": 8.0}
         cells.append({**common, "model": models[0], **many})
     return [cell for cell in cells if only in _name(cell)]
 
@@ -87,25 +88,39 @@ def _save_models(cells: list[dict[str, Any]], folder: Path) -> None:
                 cell["source"], cell["model"] = name, str(target)
 
 
-def _run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
-    result = folder / "cell.json"
+def _processes(cells: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Cells that run in one process: budgets of one model and one number of pictures."""
+
+    def shared(cell: dict[str, Any]) -> tuple[Any, ...]:
+        return cell["model"], cell["mode"], cell["pictures"], cell["steps"]
+
+    return [list(group) for _, group in itertools.groupby(cells, shared)]
+
+
+def _run(cells: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    result = folder / "cells.json"
     result.unlink(missing_ok=True)
-    seen: dict[str, Any] = {}
-    gpu = cell["device"] == "cuda"
-    command = [sys.executable, "-m", "sdx_accel.bench.cell", json.dumps(cell), str(result)]
-    with sampled(seen) if gpu else nullcontext():
-        child = subprocess.run(command, capture_output=True, text=True, check=False)
-    if child.returncode or not result.exists():
-        return {"cell": cell, "error": child.stderr[-2000:]}
-    record: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-    # the folder that the cell loaded from says nothing to a reader
-    record["cell"] = {**cell, "model": cell["source"]}
+    idle: dict[str, Any] = {}
+    gpu = cells[0]["device"] == "cuda"
     if gpu:
-        record["driver"] = seen
-        record["driver_peak_gib"] = round((seen["peak"] - seen["idle"]) / GIB, 4)
-    if cell["mode"] == "budget":
-        record["predicted_peak_gib"] = record["plan"]["predicted_peak_gib"]
-    return record
+        # before the process that is measured has a context
+        with sampled(idle):
+            pass
+    command = [sys.executable, "-m", "sdx_accel.bench.cell", json.dumps(cells), str(result)]
+    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    if child.returncode or not result.exists():
+        return [{"cell": cell, "error": child.stderr[-2000:]} for cell in cells]
+    records: list[dict[str, Any]] = json.loads(result.read_text(encoding="utf-8"))
+    for record in records:
+        cell = record["cell"]
+        # the folder that the cell loaded from says nothing to a reader
+        record["cell"] = {**cell, "model": cell["source"]}
+        if gpu:
+            record["driver"]["idle"] = idle["idle"]
+            record["driver_peak_gib"] = round((record["driver"]["peak"] - idle["idle"]) / GIB, 4)
+        if cell["mode"] == "budget":
+            record["predicted_peak_gib"] = record["plan"]["predicted_peak_gib"]
+    return records
 
 
 def _row(record: dict[str, Any]) -> str:
@@ -147,10 +162,12 @@ def main() -> None:
         folder = Path(name)
         _save_models(cells, folder)
         print(f"models ready after {time.time() - started:.0f} s", flush=True)
-        for cell in cells:
-            records.append(_run(cell, folder))
-            print(_row(records[-1]), flush=True)
-            # after every cell: a run that is cut short keeps what it has measured
+        for together in _processes(cells):
+            found = _run(together, folder)
+            records += found
+            for record in found:
+                print(_row(record), flush=True)
+            # after every process: a run that is cut short keeps what it has measured
             target.write_text(json.dumps(document, indent=1), encoding="utf-8")
     print(f"{len(records)} cells in {time.time() - started:.0f} s, written to {target.name}")
     sys.exit(any("error" in record for record in records))

@@ -15,20 +15,21 @@ from sdx_accel.bench.sampler import sampled
 
 
 def test_a_cell_records_what_it_ran():
-    record = cell.run(
-        {
-            "device": "cpu",
-            "dtype": "fp32",
-            "size": 64,
-            "steps": 3,
-            "pictures": 2,
-            "model": "random:sdxl-tiny",
-            "source": "random:sdxl-tiny",
-            "mode": "budget",
-            "vram": 8.0,
-        }
-    )
-    json.dumps(record)
+    wanted = {
+        "device": "cpu",
+        "dtype": "fp32",
+        "size": 64,
+        "steps": 3,
+        "pictures": 2,
+        "model": "random:sdxl-tiny",
+        "source": "random:sdxl-tiny",
+        "mode": "budget",
+        "vram": 8.0,
+    }
+    record, other = cell.run([wanted, {**wanted, "vram": 7.0}])
+    json.dumps([record, other])
+    assert (record["plan"]["budget_gib"], other["plan"]["budget_gib"]) == (8.0, 7.0)
+    assert [p["sha256"] for p in other["pictures"]] == [p["sha256"] for p in record["pictures"]]
     assert [len(p["sha256"]) for p in record["pictures"]] == [16, 16]
     # two prompts, two pictures
     assert len({p["sha256"] for p in record["pictures"]}) == 2
@@ -42,7 +43,12 @@ def test_short_and_full_cells():
     full = gpu._cells(False, True, 20, 3, "")
     assert [c.get("vram") for c in short] == [None, None, 8.0, 7.0, 6.8]
     assert len(full) == 13
-    assert max(c["pictures"] for c in full) == 100
+    assert max(c["pictures"] for c in full) == 200
+    # a process for each way to run; budgets share theirs, and so its model
+    assert [[c.get("vram") for c in cells] for cells in gpu._processes(full)] == [
+        *([None], [None], [8.0, 7.0, 6.8], [None]) * 2,
+        [8.0],
+    ]
     assert {c["model"] for c in full} == {"random:sdxl", "random:sdxl-fp16vae"}
     assert {c["device"] for c in gpu._cells(True, False, 1, 1, "")} == {"cpu"}
 
