@@ -64,8 +64,8 @@ gpu: $(DEV)
 	  "$(SDX) doctor"); sys.exit(0 if found else 2)'
 	$(PY) -m pytest -m "gpu and not slow" -n auto --maxprocesses $(GPU_JOBS) $(GPU_SHARED)
 	$(PY) -m pytest -m "gpu and not slow" $(GPU_ALONE)
-	$(PY) -m sdx_accel.bench.gpu
-	$(PY) -m sdx_accel.bench.steps --rounds 2 --steps 8
+	$(PY) -m sdx_accel.bench.gpu --pictures 2
+	$(PY) -m sdx_accel.bench.steps --vram 8,7,6.8 --rounds 2 --steps 8
 
 gpu-all: $(DEV)
 	$(PY) -m pytest -m gpu -n auto --maxprocesses $(GPU_JOBS) $(GPU_SHARED)

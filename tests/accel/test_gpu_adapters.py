@@ -13,7 +13,8 @@ from sdx_accel.runtime.controlnets import load_controlnet, with_controlnets
 from sdx_accel.runtime.ip_adapters import load_ip_adapters, with_ip_adapters
 from sdx_accel.runtime.refiner import join_refiner, with_refiner
 
-pytestmark = pytest.mark.gpu
+# three models that are loaded for a test each
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 
 def _picture(side):
@@ -47,10 +48,7 @@ def _refiner():
     }
 
 
-@pytest.fixture(
-    params=[_controlnet, _ip_adapter, pytest.param(_refiner, marks=pytest.mark.slow)],
-    ids=["controlnet", "ip", "refiner"],
-)
+@pytest.fixture(params=[_controlnet, _ip_adapter, _refiner], ids=["controlnet", "ip", "refiner"])
 def job(request):
     gc.collect()
     torch.cuda.empty_cache()

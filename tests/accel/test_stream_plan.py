@@ -153,6 +153,27 @@ def test_never_under_the_bound(units: tuple[StreamUnit, ...], speed: tuple[float
         assert stream.seconds < 1.25 * bound
 
 
+@pytest.mark.parametrize("factor", [1.3, 1.7, 2.0, 2.3])
+def test_a_card_faster_than_was_seen_loses_little(
+    units: tuple[StreamUnit, ...], factor: float
+) -> None:
+    """An H200's host launches a step in 97 ms; as one CUDA graph it takes 42 (docs/benchmarks)."""
+    flops, link = sum(unit.flops for unit in units) / 97e-3, 55e9
+    quick = seconds_of(units, _at((flops * factor, link)))
+
+    def seconds(plan: StreamPlan) -> float:
+        slots = dict(plan.slots)
+        return simulate(units, quick, set(slots), slots, link)
+
+    choices = streaming._all(units, _at((flops, link)), 0)
+    for tenth in range(8, 40, 4):
+        room = tenth * GIB // 10
+        plan = best_stream("denoise", units, _at((flops, link)), room)
+        assert plan is not None
+        best = min(seconds(choice.plan) for choice in choices if choice.room_bytes <= room)
+        assert seconds(plan) <= 1.03 * best, tenth
+
+
 def test_the_search_tries_a_bounded_number_of_choices(
     units: tuple[StreamUnit, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +184,8 @@ def test_the_search_tries_a_bounded_number_of_choices(
     machine = _at((33e12, 11e9))
     for quarter in range(2, 17):
         best_stream("denoise", units, machine, quarter * GIB // 4)
-    assert 100 < len(runs) <= 300
+    # each at the speed that was seen and at twice that
+    assert 200 < len(runs) <= 600
 
 
 def test_the_least_room_is_the_edge(units: tuple[StreamUnit, ...]) -> None:
