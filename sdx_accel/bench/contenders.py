@@ -1,6 +1,6 @@
 """What a streamed step is compared with: the link alone, a step as one graph, other offloading.
 
-Also what the cases are made of: a pipeline with a ControlNet, one with a LoRA.
+Also what the cases are made of: a pipeline with a ControlNet, one with a LoRA, a timed picture.
 """
 
 import statistics
@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from sdx_accel.bench.cell import PROMPTS, StepClock
 
 __all__ = [
     "DENOISERS",
@@ -19,6 +21,7 @@ __all__ = [
     "recorded_calls",
     "renew",
     "step_of",
+    "timed_picture",
     "with_controlnet",
 ]
 
@@ -60,6 +63,56 @@ def step_of(pipe: Any, calls: Calls) -> Callable[[], Any]:
         return out
 
     return step
+
+
+def timed_picture(
+    pipe: Any,
+    clock: StepClock,
+    prompt: int,
+    *,
+    size: int,
+    steps: int,
+    guidance: float,
+    **arguments: Any,
+) -> tuple[Any, float, float]:
+    """One picture, decode included.
+
+    Args:
+        pipe: ready to run.
+        clock: marks its steps.
+        prompt: number of the text in `cell.PROMPTS`.
+        size: width and height.
+        steps: how many.
+        guidance: above 1, the UNet's batch is 2.
+        arguments: what else the pipeline takes.
+
+    Returns:
+        Latents on the host, median seconds a step, seconds.
+    """
+    import torch
+
+    latents = None
+
+    def mark(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        nonlocal latents
+        latents = values["latents"]
+        return clock.mark(pipe, step, timestep, values)
+
+    begin = time.perf_counter()
+    pipe(
+        PROMPTS[prompt],
+        height=size,
+        width=size,
+        num_inference_steps=steps,
+        guidance_scale=guidance,
+        generator=torch.Generator().manual_seed(0),
+        output_type="np",
+        callback_on_step_end=mark,
+        **arguments,
+    )
+    whole = time.perf_counter() - begin
+    assert latents is not None
+    return latents.cpu(), statistics.median(clock.seconds()), whole
 
 
 def graphed(step: Callable[[], Any], ready: Callable[[], None] | None = None) -> tuple[float, Any]:

@@ -15,11 +15,10 @@ plan streams, and with the least that any plan would have to (all but budget −
 import argparse
 import gc
 import hashlib
-import importlib.util
 import json
 import os
-import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +26,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sdx_accel.bench.cell import PROMPTS, StepClock
+from sdx_accel.bench import other_tools
+from sdx_accel.bench.cell import StepClock
 from sdx_accel.bench.contenders import (
     PEERS,
     add_lora,
@@ -37,6 +37,7 @@ from sdx_accel.bench.contenders import (
     recorded_calls,
     renew,
     step_of,
+    timed_picture,
     with_controlnet,
 )
 from sdx_accel.bench.sampler import sampled
@@ -64,7 +65,6 @@ class Bench:
         if options.tiny:
             self.steps = 2
         self.clock = StepClock(torch, self.device)
-        self.last: Any = None
         self.rows: list[dict[str, Any]] = []
         self.document: dict[str, Any] = {
             "command": " ".join(["python -m sdx_accel.bench.streaming", *sys.argv[1:]]),
@@ -107,26 +107,8 @@ class Bench:
         if self.options.kind == "controlnet":
             generator = self.torch.Generator().manual_seed(1)
             arguments["image"] = self.torch.rand(1, 3, size, size, generator=generator)
-
-        def mark(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
-            self.last = values["latents"]
-            return self.clock.mark(pipe, step, timestep, values)
-
-        begin = time.perf_counter()
-        pipe(
-            PROMPTS[prompt],
-            height=size,
-            width=size,
-            num_inference_steps=self.steps,
-            guidance_scale=self.guidance,
-            generator=self.torch.Generator().manual_seed(0),
-            output_type="np",
-            callback_on_step_end=mark,
-            **arguments,
-        )
-        whole = time.perf_counter() - begin
-        latents, self.last = self.last.cpu(), None
-        return latents, statistics.median(self.clock.seconds()), whole
+        arguments |= {"size": size, "steps": self.steps, "guidance": self.guidance}
+        return timed_picture(pipe, self.clock, prompt, **arguments)
 
     def empty(self) -> None:
         """Give back what nobody uses, so that a row sees only itself."""
@@ -293,18 +275,35 @@ class Bench:
 
     def peers(self, pipe: Any, size: int) -> Iterator[dict[str, Any]]:
         """Each other tool at the smallest of the budgets that it works with, cap enforced."""
-        for package in ("mmgp", "diffusers_dynamic_offloader"):
-            absent = importlib.util.find_spec(package) is None
-            why = "not installed" if absent else "nothing here drives it"
-            yield {"row": "peer", "peer": package, "why": f"not run: {why}"}
-        if self.device != "cuda":
-            return
-        # what the process holds outside torch counts for everyone
-        free, total = self.torch.cuda.mem_get_info()
-        outside = total - free - self.torch.cuda.memory_reserved() - self.document["idle_bytes"]
-        for peer in PEERS:
-            offload(pipe, peer)
-            yield self._smallest(pipe, peer, size, outside)
+        yield from other_tools.missing(self.options.kind)
+        settings = other_tools.ready(self.options.kind)
+        outside = 0
+        with tempfile.TemporaryDirectory() as folder:
+            # now: group offloading, the last of diffusers' own ways, stays on the pipeline
+            failure = other_tools.save(pipe, Path(folder)) if settings else None
+            if self.device == "cuda":
+                # what the process holds outside torch counts for everyone
+                free, total = self.torch.cuda.mem_get_info()
+                reserved = self.torch.cuda.memory_reserved()
+                outside = total - free - reserved - self.document["idle_bytes"]
+                for peer in PEERS:
+                    offload(pipe, peer)
+                    yield self._smallest(pipe, peer, size, outside)
+                self.empty()
+            cell = {
+                "model": folder,
+                "dtype": "fp32" if self.options.tiny else "fp16",
+                "device": self.device,
+                "size": size,
+                "steps": self.steps,
+                "guidance": self.guidance,
+            }
+            for name in settings:
+                if failure is not None:
+                    yield {"row": "peer", "peer": name, "why": failure}
+                    continue
+                named = {"setting": name, **cell}
+                yield other_tools.smallest(named, self.options.budgets, outside)
 
     def _smallest(self, pipe: Any, peer: str, size: int, outside: int) -> dict[str, Any]:
         torch, row = self.torch, {"row": "peer", "peer": peer, "size": size}
@@ -317,8 +316,9 @@ class Bench:
             try:
                 with self._sampled(row):
                     self.picture(pipe, size)
-                    _, seconds, whole = self.picture(pipe, size, 1)
+                    latents, seconds, whole = self.picture(pipe, size, 1)
                 row |= {"vram": vram, "s_per_step": seconds, "s_per_picture": whole}
+                row["latents_sha256"] = other_tools.digest(latents)
                 break
             except RuntimeError as error:
                 fits = not isinstance(error, torch.OutOfMemoryError)
@@ -367,7 +367,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--budgets", type=_numbers, default=_numbers(BUDGETS), help="GiB")
     found.add_argument("--throttle", type=_numbers, default=(), help="GB/s of the link")
     found.add_argument("--graph", action="store_true", help="also steps as one CUDA graph")
-    found.add_argument("--peers", action="store_true", help="also diffusers' own offloading")
+    found.add_argument("--peers", action="store_true", help="also other offloading")
     found.add_argument("--four-steps", action="store_true", help="4 steps without guidance")
     found.add_argument("--tiny", action="store_true", help="tiny model on the CPU: a dry run")
     return found
