@@ -2,7 +2,7 @@
 
     python -m sdx_accel.bench.streaming [--model random:sdxl-fp16vae] [--kind plain|lora|controlnet]
         [--sizes 512,1024] [--budgets 2,2.5,3,4,6,8] [--throttle 12,25] [--graph] [--peers]
-        [--four-steps] [--tiny]
+        [--steps 8] [--four-steps] [--tiny]
 
 One process for all rows, so that all see the same machine. First what computing takes with nothing
 in its way: C, the fastest of our resident run, stock, and stock in a CUDA graph. Then what the link
@@ -40,6 +40,7 @@ from sdx_accel.bench.contenders import (
     timed_picture,
     with_controlnet,
 )
+from sdx_accel.bench.numbers import at_least_one
 from sdx_accel.bench.sampler import sampled
 
 __all__ = ["main", "run"]
@@ -64,6 +65,9 @@ class Bench:
         self.steps, self.guidance = (4, 1.0) if options.four_steps else (8, 5.0)
         if options.tiny:
             self.steps = 2
+        self.steps = options.steps or self.steps
+        #: the budget that the pipeline is held to, None when it is not
+        self.held: float | None = None
         self.clock = StepClock(torch, self.device)
         self.rows: list[dict[str, Any]] = []
         self.document: dict[str, Any] = {
@@ -149,9 +153,10 @@ class Bench:
         from sdx_accel.runtime.phase_calls import Job
 
         row: dict[str, Any] = {"row": "budget", "size": size, "vram": vram, "throttle": throttle}
-        # the row before may have had a larger budget, and its weights are still there
-        pipe.disable_xattn()
-        pipe.to("cpu")
+        if self.held is None or vram < self.held:
+            # the row before had a larger budget, and its weights are still there
+            self.let_go(pipe)
+        self.held = vram
         self.empty()
         with self._sampled(row):
             try:
@@ -174,6 +179,7 @@ class Bench:
                     row["why"] = plan.shortfall()
             except (SdxError, self.torch.OutOfMemoryError) as error:
                 row["error"] = f"{type(error).__name__}: {error}"[:400]
+                self.let_go(pipe)
         self.document.pop("next", None)
         # outside of the sampled part: a graph's pool is no part of a plan
         if self.options.graph and self.device == "cuda" and row.get("streamed_gib"):
@@ -181,6 +187,12 @@ class Bench:
         if "driver_peak_gib" in row and row.get("feasible"):
             row["peak_error_gib"] = row["predicted_peak_gib"] - row["driver_peak_gib"]
         return row
+
+    def let_go(self, pipe: Any) -> None:
+        """Everything on the host, as before the first row."""
+        pipe.disable_xattn()
+        pipe.to("cpu")
+        self.held = None
 
     def _use_link(self, session: Any, base: dict[str, Any]) -> None:
         """Plan with the link as it was measured here, and copy through it."""
@@ -335,17 +347,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     bench = Bench(options)
     bench.read_idle()
     pipe = bench.load()
-    links = {
-        throttle: measure_link(bench.device, throttle) for throttle in options.throttle or (None,)
-    }
+    # 0: the link as it is, beside throttled ones
+    throttles = [throttle or None for throttle in options.throttle or (None,)]
+    links = {throttle: measure_link(bench.device, throttle) for throttle in throttles}
     for size in options.sizes:
         computing, latents = bench.computing(pipe, size)
         bench.add(computing)
         for throttle, (copies, speed) in links.items():
             base = {"C_s": computing["C_s"], "B": speed, "copies": copies, "latents": latents}
             for vram in options.budgets:
-                bench.add(bench.budget(pipe, size, vram, throttle, base))
-        pipe.disable_xattn()
+                begin = time.perf_counter()
+                row = bench.budget(pipe, size, vram, throttle, base)
+                bench.add({**row, "row_s": time.perf_counter() - begin})
+        bench.let_go(pipe)
     if options.peers:
         for row in bench.peers(pipe, options.sizes[-1]):
             bench.add(row)
@@ -365,7 +379,8 @@ def parser() -> argparse.ArgumentParser:
         "--sizes", type=lambda text: tuple(map(int, text.split(","))), default=(1024,)
     )
     found.add_argument("--budgets", type=_numbers, default=_numbers(BUDGETS), help="GiB")
-    found.add_argument("--throttle", type=_numbers, default=(), help="GB/s of the link")
+    found.add_argument("--throttle", type=_numbers, default=(), help="GB/s of the link; 0 = all")
+    found.add_argument("--steps", type=at_least_one, default=0, help="a picture; default: 8")
     found.add_argument("--graph", action="store_true", help="also steps as one CUDA graph")
     found.add_argument("--peers", action="store_true", help="also other offloading")
     found.add_argument("--four-steps", action="store_true", help="4 steps without guidance")

@@ -1,6 +1,7 @@
-"""Turns picture.json into the Markdown table of docs/benchmarks and rows of its CSV.
+"""Turns picture.json and streaming.json into the Markdown tables of docs/benchmarks, and its CSV.
 
 python -m sdx_accel.bench.table picture.json [--csv docs/benchmarks/nvidia-h200.csv]
+python -m sdx_accel.bench.table streaming.json
 """
 
 import argparse
@@ -10,7 +11,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-__all__ = ["markdown", "rows"]
+__all__ = ["markdown", "rows", "streamed"]
 
 COLUMNS = (
     "date",
@@ -106,6 +107,30 @@ def markdown(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def streamed(document: dict[str, Any]) -> str:
+    """A row for each budget of a streaming document, sizes and links in the order they ran."""
+    lines = [
+        "| size | link, GB/s | budget, GiB | predicted | driver's peak | copied a step, GiB "
+        "| ms/step | bound | ÷ bound | s/picture |",
+        "|" + "---|" * 10,
+    ]
+    for row in document["rows"]:
+        if row["row"] != "budget":
+            continue
+        link = f"{row['throttle']:g}" if row["throttle"] else "all"
+        begin = f"| {row['size']}² | {link} | {row['vram']:g} "
+        if "s_per_step" not in row:
+            lines.append(f"{begin}| {row.get('error') or row['why']} |" + " – |" * 6)
+            continue
+        peak = f"{row['driver_peak_gib']:.2f}" if "driver_peak_gib" in row else "–"
+        lines.append(
+            f"{begin}| {row['predicted_peak_gib']:.2f} | {peak} | {row['streamed_gib']:.2f} "
+            f"| {row['s_per_step'] * 1e3:.0f} | {row['bound_s'] * 1e3:.0f} "
+            f"| {row['over_bound']:.2f} | {row['s_per_picture']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
 def _append(target: Path, document: dict[str, Any], date: str) -> None:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
@@ -126,6 +151,9 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     options = parser.parse_args()
     document = json.loads(options.file.read_text(encoding="utf-8"))
+    if "rows" in document:
+        print(streamed(document))
+        return
     print(markdown(document))
     if options.csv:
         _append(options.csv, document, document.get("date", ""))

@@ -7,6 +7,7 @@ import torch
 
 from sdx_accel.bench import streaming
 from sdx_accel.bench.streaming import Bench, parser, run
+from sdx_accel.bench.table import streamed
 
 LINE = ["--tiny", "--sizes", "64", "--budgets", "0.5,2"]
 
@@ -53,6 +54,33 @@ def test_the_prediction_is_on_disk_before_the_run_and_other_bits_are_an_error(wr
     # what had been measured stays
     assert [row["row"] for row in before["rows"]] == ["computing", "budget"]
     assert len(json.loads(written.read_text(encoding="utf-8"))["rows"]) == 2
+
+
+def test_rising_budgets_are_held_on_and_a_falling_one_begins_anew(written, monkeypatch):
+    let_go, real = [], Bench.let_go
+    monkeypatch.setattr(
+        Bench, "let_go", lambda self, pipe: (let_go.append(self.held), real(self, pipe))
+    )
+    line = ["--tiny", "--sizes", "64", "--budgets", "2,3,2.5", "--throttle", "0,5", "--steps", "3"]
+    document = run(parser().parse_args(line))
+    budgets = [row for row in document["rows"] if row["row"] == "budget"]
+    assert [(row["vram"], row["throttle"]) for row in budgets] == [
+        *((vram, None) for vram in (2.0, 3.0, 2.5)),
+        *((vram, 5.0) for vram in (2.0, 3.0, 2.5)),
+    ]
+    assert all(row["same_plan"] and row["plan"]["budget_gib"] == row["vram"] for row in budgets)
+    # before the first, before each fall, and after the last
+    assert let_go == [None, 3.0, 2.5, 3.0, 2.5]
+    table = streamed(document).splitlines()
+    assert len(table) == 2 + 6
+    assert table[5].startswith("| 64² | 5 | 2 | ")
+    assert len({line.count("|") for line in table}) == 1
+
+
+def test_a_table_says_why_a_budget_does_not_fit():
+    row = {"row": "budget", "size": 64, "vram": 0.5, "throttle": None, "why": "too small"}
+    (*_, last) = streamed({"rows": [{"row": "computing"}, row]}).splitlines()
+    assert last == "| 64² | all | 0.5 | too small |" + " – |" * 6
 
 
 @pytest.mark.parametrize("kind", ["lora", "controlnet"])
