@@ -13,7 +13,7 @@ JOBS ?= 3
 # by themselves
 GPU_JOBS ?= 8
 GPU_SHARED := tests/kernels tests/patches
-GPU_ALONE := tests/accel tests/notebooks
+GPU_ALONE := tests/accel
 
 TORCH := torch==2.13.0
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
@@ -69,7 +69,7 @@ gpu: $(DEV)
 
 gpu-all: $(DEV)
 	$(PY) -m pytest -m gpu -n auto --maxprocesses $(GPU_JOBS) $(GPU_SHARED)
-	$(PY) -m pytest -m gpu $(GPU_ALONE)
+	$(PY) -m pytest -m gpu $(GPU_ALONE) tests/notebooks
 
 bench: $(DEV)
 	for file in kernels/bench/bench_*.py; do $(PY) "$$file" || exit 1; done

@@ -1,7 +1,8 @@
 """What a call costs in Python before the GPU gets its work: `attend` beside torch's SDPA.
 
-Small inputs, so that the host is the limit; the median of rounds of 200 calls each, after 20 that
-do not count, with the same transposes for both. A row's difference may be 12 µs.
+Small inputs, so that the host is the limit; both in turns, in rounds of 100 calls each, after 20
+that do not count, with the same transposes for both. The hosts of rented GPUs drift by half within
+seconds, so the figure is the median of the rounds' differences; it may be 12 µs.
 
     python kernels/bench/bench_dispatch.py --json dispatch.json
     python kernels/bench/bench_dispatch.py --tiny       # a dry run, on the CPU too
@@ -27,7 +28,7 @@ from sdx_kernels import KeyPaddingMask, LowerTriangularMask, attend, count
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_attention import machine
 
-CALLS, WARM, ROUNDS = 200, 20, 7
+CALLS, WARM, ROUNDS = 100, 20, 15
 
 #: most that a call of ours may cost above torch's
 LIMIT_US = 12.0
@@ -42,7 +43,7 @@ class Row:
     Attributes:
         case: what is computed. op: what was asked for; "" = automatic. ran: what ran.
         ours_us, torch_us: microseconds of a call until it returns.
-        above_us: their difference.
+        above_us: the median of the rounds' differences.
     """
 
     case: str
@@ -92,24 +93,24 @@ CASES = {
 }
 
 
-def microseconds(call: Call, device: torch.device, calls: int, warm: int, rounds: int) -> float:
-    """Time from call to return, queued work not waited for: the median of rounds' means."""
+def microseconds(
+    first: Call, second: Call, device: torch.device, calls: int, warm: int, rounds: int
+) -> tuple[list[float], list[float]]:
+    """Times from call to return, queued work not waited for: a mean for each round and call."""
 
-    def settled() -> None:
+    def mean(call: Call) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
-
-    means = []
-    for _ in range(warm):
-        call()
-    for _ in range(rounds):
-        settled()
         start = time.perf_counter()
         for _ in range(calls):
             call()
-        means.append((time.perf_counter() - start) / calls * 1e6)
-    settled()
-    return statistics.median(means)
+        return (time.perf_counter() - start) / calls * 1e6
+
+    for _ in range(warm):
+        first()
+        second()
+    pairs = [(mean(first), mean(second)) for _ in range(rounds)]
+    return [one for one, _ in pairs], [other for _, other in pairs]
 
 
 def pair(case: Case, op: str, device: torch.device) -> tuple[Call, Call, Callable[[], str]]:
@@ -178,9 +179,10 @@ def rows(device: torch.device, calls: int, warm: int, rounds: int) -> Iterator[R
             if op.startswith("triton") and device.type != "cuda":
                 continue
             our_call, peer, ran = pair(case, op, device)
-            theirs = microseconds(peer, device, calls, warm, rounds)
-            ours = microseconds(our_call, device, calls, warm, rounds)
-            yield Row(name, op, ran(), round(ours, 2), round(theirs, 2), round(ours - theirs, 2))
+            ours, theirs = microseconds(our_call, peer, device, calls, warm, rounds)
+            above = statistics.median(one - other for one, other in zip(ours, theirs, strict=True))
+            mine, others = statistics.median(ours), statistics.median(theirs)
+            yield Row(name, op, ran(), round(mine, 2), round(others, 2), round(above, 2))
 
 
 def main() -> None:
