@@ -122,13 +122,13 @@ def dynamic_offloader(pipe: Any, room_gib: float, *, way: str) -> None:
 PACKAGES = ("mmgp", "diffusers_dynamic_offloader")
 #: each begins with its package, and is called with a pipeline and the room in GiB
 SETTINGS: dict[str, Callable[[Any, float], None]] = {
-    "mmgp, whole models": functools.partial(mmgp, split=False),
-    "mmgp, parts, async": functools.partial(mmgp, split=True),
+    # the likeliest of each first: a run that is cut short has them
+    "diffusers_dynamic_offloader, streamed": functools.partial(dynamic_offloader, way="streamed"),
     "mmgp, parts": functools.partial(mmgp, split=True, overlap=False),
-    **{
-        f"diffusers_dynamic_offloader, {way}": functools.partial(dynamic_offloader, way=way)
-        for way in ("streamed", "kept", "auto")
-    },
+    "mmgp, whole models": functools.partial(mmgp, split=False),
+    "diffusers_dynamic_offloader, kept": functools.partial(dynamic_offloader, way="kept"),
+    "mmgp, parts, async": functools.partial(mmgp, split=True),
+    "diffusers_dynamic_offloader, auto": functools.partial(dynamic_offloader, way="auto"),
 }
 
 

@@ -1,7 +1,8 @@
 """What a budget costs: SDXL's steps with weights in a ring, beside the bound and other tools.
 
     python -m sdx_accel.bench.streaming [--model random:sdxl-fp16vae] [--kind plain|lora|controlnet]
-        [--sizes 512,1024] [--budgets 2,2.5,3,4,6,8] [--throttle 12,25] [--graph] [--peers]
+        [--sizes 512,1024] [--budgets 2,2.5,3,4,6,8] [--throttle 12,25] [--graph]
+        [--peers] [--peer-budgets 3,6]
         [--steps 8] [--four-steps] [--tiny]
 
 One process for all rows, so that all see the same machine. First what computing takes with nothing
@@ -285,6 +286,10 @@ class Bench:
                 pass
             self.document["idle_bytes"] = round(row["driver_peak_gib"] * GIB)
 
+    def _peer_budgets(self) -> tuple[float, ...]:
+        budgets: tuple[float, ...] = self.options.peer_budgets or self.options.budgets
+        return budgets
+
     def peers(self, pipe: Any, size: int) -> Iterator[dict[str, Any]]:
         """Each other tool at the smallest of the budgets that it works with, cap enforced."""
         yield from other_tools.missing(self.options.kind)
@@ -315,12 +320,12 @@ class Bench:
                     yield {"row": "peer", "peer": name, "why": failure}
                     continue
                 named = {"setting": name, **cell}
-                yield other_tools.smallest(named, self.options.budgets, outside)
+                yield other_tools.smallest(named, self._peer_budgets(), outside)
 
     def _smallest(self, pipe: Any, peer: str, size: int, outside: int) -> dict[str, Any]:
         torch, row = self.torch, {"row": "peer", "peer": peer, "size": size}
         total = torch.cuda.mem_get_info()[1]
-        for vram in sorted(self.options.budgets):
+        for vram in sorted(self._peer_budgets()):
             self.empty()
             torch.cuda.set_per_process_memory_fraction(
                 min(1.0, max(vram * GIB - outside, 1 << 20) / total)
@@ -383,6 +388,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--steps", type=at_least_one, default=0, help="a picture; default: 8")
     found.add_argument("--graph", action="store_true", help="also steps as one CUDA graph")
     found.add_argument("--peers", action="store_true", help="also other offloading")
+    found.add_argument("--peer-budgets", type=_numbers, default=(), help="default: --budgets")
     found.add_argument("--four-steps", action="store_true", help="4 steps without guidance")
     found.add_argument("--tiny", action="store_true", help="tiny model on the CPU: a dry run")
     return found

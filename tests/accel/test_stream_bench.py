@@ -77,6 +77,12 @@ def test_rising_budgets_are_held_on_and_a_falling_one_begins_anew(written, monke
     assert len({line.count("|") for line in table}) == 1
 
 
+def test_other_tools_may_have_budgets_of_their_own(written):
+    line = ["--tiny", "--budgets", "2,3"]
+    assert Bench(parser().parse_args(line))._peer_budgets() == (2.0, 3.0)
+    assert Bench(parser().parse_args([*line, "--peer-budgets", "6"]))._peer_budgets() == (6.0,)
+
+
 def test_a_table_says_why_a_budget_does_not_fit():
     row = {"row": "budget", "size": 64, "vram": 0.5, "throttle": None, "why": "too small"}
     (*_, last) = streamed({"rows": [{"row": "computing"}, row]}).splitlines()
