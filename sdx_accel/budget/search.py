@@ -35,7 +35,8 @@ PRESSURE_SHARE, PRESSURE_BYTES = 0.02, 32 * MIB
 # kept keys and values are tensors of 0.1 to 1 MiB: a third more covers what their 2 MiB segments
 # leave over at any batch
 KEPT_TEXT_SHARE = 4 / 3
-# a prompt that changes in mid-run projects layer by layer: the largest pair of SDXL weighs 10 MiB
+# a prompt that changes in mid-run projects layer by layer: the largest pair of SDXL weighs 10 MiB;
+# where a step leaves that much of its segments free, the weights lie there
 MISS_BYTES = 20 * MIB
 
 # the denoiser moves for every picture, a text encoder only for a new prompt: at equal bytes the
@@ -103,9 +104,15 @@ def _extra(profile: JobProfile, floors: Mapping[str, int], text_kv: bool) -> dic
     kept = sum(c.kv_bytes for c in profile.components) if text_kv else 0
     kept = -(-round(kept * KEPT_TEXT_SHARE) // (2 * MIB)) * 2 * MIB
     return {
-        p.name: floors.get(p.name, 0) + kept + (MISS_BYTES if kept and p.name == "denoise" else 0)
+        p.name: floors.get(p.name, 0) + kept + (_miss(p) if kept and p.name == "denoise" else 0)
         for p in profile.phases
     }
+
+
+def _miss(phase: PhaseProfile) -> int:
+    """What the weights of one layer's projections take above a step's own segments."""
+    free = phase.reserved_bytes - round(max(phase.curve_mib, default=0) * MIB)
+    return max(0, MISS_BYTES - free)
 
 
 def _base(machine: Machine) -> int:

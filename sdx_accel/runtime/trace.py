@@ -1,8 +1,9 @@
 """Records what a computation allocates, on the meta device: no weights, no GPU, no arithmetic.
 
 Every operator that yields a tensor on a new storage is an allocation; the storage's end is its
-release, exactly when CPython drops the last reference, as in the real run. Two things that the meta
-device does not show are added: the workspaces of cuDNN, and attention as a fused kernel.
+release, exactly when CPython drops the last reference, as in the real run. What the meta device
+does not show is added: the workspaces of cuDNN, the copy that a layer norm makes of a strided
+input, and attention as a fused kernel.
 """
 
 import weakref
@@ -71,11 +72,13 @@ class _Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        copied = self._begin(_copied_input(func, args))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self.add(leaf)
+        self._finish(copied)
         if func in _CONVOLUTIONS and isinstance(out, torch.Tensor):
-            self._transient(_convolution_workspace(args[0], args[1], out))
+            self._finish(self._begin(_convolution_workspace(args[0], args[1], out)))
         operations = flop_registry.get(func.overloadpacket) if self._work else None
         if operations is not None and self._work is not None:
             self._work(operations(*args, **(kwargs or {}), out_val=out))
@@ -101,16 +104,43 @@ class _Recorder(TorchDispatchMode):
         self._live -= n_bytes
         self.events.append((-1, identity, n_bytes))
 
-    def _transient(self, n_bytes: int) -> None:
-        if n_bytes:
-            self.events += [(1, self._next, n_bytes), (-1, self._next, n_bytes)]
-            self.curve.append(self._live + n_bytes)
-            self._next += 1
+    def _begin(self, n_bytes: int) -> Event | None:
+        """Count memory that the operator itself takes, until `_finish`."""
+        if not n_bytes:
+            return None
+        event = (1, self._next, n_bytes)
+        self._next += 1
+        self._live += n_bytes
+        self.events.append(event)
+        self.curve.append(self._live)
+        return event
+
+    def _finish(self, event: Event | None) -> None:
+        if event is not None:
+            _, identity, n_bytes = event
+            self._live -= n_bytes
+            self.events.append((-1, identity, n_bytes))
+
+
+def _copied_input(func: Any, args: tuple[Any, ...]) -> int:
+    """Bytes of the copy that torch's CUDA kernel works on, which lies before its output."""
+    # of what a projecting convolution gives a transformer, a view with the channels last
+    if func is torch.ops.aten.native_layer_norm.default and not args[0].is_contiguous():
+        return _bytes_of(args[0])
+    return 0
+
+
+def _bytes_of(*tensors: torch.Tensor) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 #: the most that cuDNN took beside channels-last tensors of SDXL's decoder on an H200, in fp16, bf16
 #: and fp32: nothing in most, 15 MiB in two of eleven
 _NHWC_WORKSPACE = 16 * MIB
+#: how many sums in fp32 cuDNN adds up for each number of an output of few positions, so that all
+#: of the card has work: 3.75 MiB for the 2 × 1280 × 8 × 8 of SD 1.5 from 1280 and from 2560
+#: channels (H200, fp16, torch 2.11); none at stride 2, and none where there were 512 positions
+_PARTIAL_SUMS, _FEW_POSITIONS = 6, 128
 
 
 def _convolution_workspace(source: torch.Tensor, kernel: torch.Tensor, out: torch.Tensor) -> int:
@@ -120,14 +150,22 @@ def _convolution_workspace(source: torch.Tensor, kernel: torch.Tensor, out: torc
     and output: the difference between live tensors and torch's measured peak in an SDXL VAE decode,
     0.58 of the tensors from 512² to 2048² on an H200, and the segments held after a UNet step.
     """
-    every, read = (source, kernel, out), source.numel() * source.element_size()
+    copies, read = _bytes_of(source, kernel, out), _bytes_of(source)
     if source.dim() == 4 and source.stride(1) == 1 and source.shape[1] > 1:
         # rows of several pictures do not follow each other: torch copies them
         whole = source.is_contiguous(memory_format=torch.channels_last)
         weights = kernel.is_contiguous(memory_format=torch.channels_last)
-        copies = (0 if whole else read) + (0 if weights else kernel.numel() * kernel.element_size())
-        return min(_NHWC_WORKSPACE, sum(t.numel() * t.element_size() for t in every)) + copies
-    return sum(t.numel() * t.element_size() for t in every)
+        made = (0 if whole else read) + (0 if weights else _bytes_of(kernel))
+        return min(_NHWC_WORKSPACE, copies) + made
+    return copies + _partial_sums(source, kernel, out)
+
+
+def _partial_sums(source: torch.Tensor, kernel: torch.Tensor, out: torch.Tensor) -> int:
+    if out.dim() != 4 or out.element_size() != 2 or kernel.shape[2:].numel() == 1:
+        return 0
+    few = out.numel() // out.shape[1] <= _FEW_POSITIONS
+    # a stride leaves fewer positions than it was given
+    return _PARTIAL_SUMS * 4 * out.numel() if few and out.shape[2:] == source.shape[2:] else 0
 
 
 def record(
