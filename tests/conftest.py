@@ -28,6 +28,8 @@ def _selects_gpu(arguments: list[str]) -> bool:
 # four fp32 gradients missed their bound by a third. The SSE kernels run on every x86-64 processor.
 # Set, not defaulted: some machines export another choice. numpy reads this when it is imported.
 os.environ["OPENBLAS_CORETYPE"] = "Nehalem"
+# this machine's own order of kernels is no matter of tests
+os.environ["SDX_TUNING"] = "off"
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # its workers inherit what the first process decided, and do not see the command line
     if not _selects_gpu(sys.argv[1:]):

@@ -74,7 +74,8 @@ class Impl:
     closest: str = ""
 
 
-#: for a signature, the names tried first and why the others are passed over there
+#: for a signature, the names tried first, in this order, and why others are passed over for the
+#: first of them
 Preference = Callable[[Signature], tuple[tuple[str, ...], str]]
 
 
@@ -180,7 +181,7 @@ def _select(
         else [operator.get(name) for name in only]
     )
     if only is None or len(only) > 1:
-        candidates.sort(key=lambda impl: impl.name not in first)
+        candidates.sort(key=lambda impl: (*first, impl.name).index(impl.name))
     reasons: dict[str, tuple[str, ...]] = {}
     chosen: Impl | None = None
     for impl in candidates:
@@ -191,7 +192,9 @@ def _select(
             reasons[impl.name] = tuple(refused)
     if chosen is None:
         return None
+    # what is known of the first name says nothing of the one that runs in its place
+    kept = why if chosen.name in first[:1] else f"{chosen.name} has priority"
     for name, refused_by in reasons.items():
         if not refused_by:
-            reasons[name] = (why or f"{chosen.name} has priority",)
+            reasons[name] = (kept,)
     return Choice(chosen.name, reasons)

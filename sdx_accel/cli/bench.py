@@ -34,26 +34,48 @@ _WITHOUT_GPU = {"--tiny", "--interpret", "--help", "-h"}
 def bench(
     context: typer.Context,
     what: Annotated[What, typer.Argument(help="What to measure.")] = What.PICTURES,
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune",
+            help="Alone: time attention on this card (90 s) and use what is fastest from then on.",
+        ),
+    ] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="A dry run on the CPU.")] = False,
 ) -> None:
     """Measure this machine: whole pictures, steps, the VAE, weights in a ring, attention.
 
     All that follows WHAT goes to that benchmark: `sdx-accel bench steps --rounds 2`; its options:
-    `sdx-accel bench steps -- --help`. `--tiny` is a dry run on the CPU. Results are printed and,
-    but for attention, written as JSON into $OUT or the current folder, over an older file.
-    Attention comes with the source tree alone. Exit codes: 0 done, 1 a part failed, 2 refused.
+    `sdx-accel bench steps -- --help`. Results are printed and, but for attention, written as JSON
+    into $OUT or the current folder, over an older file. Attention comes with the source tree alone.
+    `--tune` writes into the user's cache folder, for this card, torch, triton and sdx_accel.
+    Exit codes: 0 done, 1 a part failed, 2 refused.
     """
-    if not _WITHOUT_GPU & set(context.args):
+    given = [*(["--tiny"] if tiny else []), *context.args]
+    if tune:
+        _tune(context, tiny)
+        return
+    if not _WITHOUT_GPU & set(given):
         _check_gpu()
     if what is What.ATTENTION:
         program = _attention()
-        with _arguments(str(program), context.args):
+        with _arguments(str(program), given):
             # as Python does for a script, whose folder holds its other half
             runpy.run_path(str(program), run_name="__main__")
         return
     name = f"sdx_accel.bench.{_MODULES.get(what, what.value)}"
     module = importlib.import_module(name)
-    with _arguments(f"python -m {name}", context.args):
+    with _arguments(f"python -m {name}", given):
         module.main()
+
+
+def _tune(context: typer.Context, tiny: bool) -> None:
+    source = context.get_parameter_source("what")
+    if context.args or (source is not None and source.name == "COMMANDLINE"):
+        raise RefusedError("--tune stands alone: `sdx-accel bench --tune`, without WHAT")
+    from sdx_accel.bench import tune
+
+    tune.run(tiny=tiny)
 
 
 def _check_gpu() -> None:

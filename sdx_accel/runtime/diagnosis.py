@@ -28,6 +28,7 @@ def diagnose(facts: Facts) -> Diagnosis:
             *_packages(facts),
             *_pins(facts),
             *gpu_rows(facts),
+            *_orders(facts),
             *_triton(facts),
             *_launcher(facts),
             _memory(facts),
@@ -116,6 +117,24 @@ def _pins(facts: Facts) -> Iterator[Row]:
             yield Row(Level.WARN, name, finding, "pip uninstall xformers")
         else:
             yield Row(Level.WARN, name, finding, f"pip install --force-reinstall {name}")
+
+
+def _orders(facts: Facts) -> Iterator[Row]:
+    """Whether the order of attention's implementations was measured on each card."""
+    if not facts.cuda_usable:
+        return
+    for gpu in facts.gpus:
+        if gpu.vendor != "nvidia" or not runs_our_kernels(gpu):
+            continue
+        subject = f"order, GPU {gpu.index}"
+        if gpu.untuned is not None:
+            mend = "sdx-accel bench --tune (and unset SDX_TUNING, if it is off)"
+            yield Row(Level.WARN, subject, gpu.untuned, mend)
+        elif gpu.tuned is not None:
+            yield Row(Level.OK, subject, f"measured here: {gpu.tuned}")
+        else:
+            finding = "as shipped; `sdx-accel bench --tune` (90 s) measures this card's own"
+            yield Row(Level.OK, subject, finding)
 
 
 def _triton(facts: Facts) -> Iterator[Row]:

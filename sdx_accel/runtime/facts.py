@@ -24,6 +24,8 @@ class GpuFacts:
         capability: CUDA compute capability, None where there is no such thing.
         total_bytes, free_bytes: None where the driver does not say.
         attention: what the registry picks for SDXL's self-attention and why; None if not asked.
+        tuned: which order measured by `bench --tune` is in use, None without one.
+        untuned: which one is there and why it is not used, None without one.
     """
 
     index: int
@@ -33,6 +35,8 @@ class GpuFacts:
     total_bytes: int | None = None
     free_bytes: int | None = None
     attention: str | None = None
+    tuned: str | None = None
+    untuned: str | None = None
 
 
 @dataclass(frozen=True)

@@ -144,23 +144,40 @@ def _nvidia_gpu(nvml: Any, index: int, card: Any) -> GpuFacts:
     memory = attempt(nvml.nvmlDeviceGetMemoryInfo, card)[0]
     total, free = memory_pair(getattr(memory, "total", None), getattr(memory, "free", None))
     capability = attempt(nvml.nvmlDeviceGetCudaComputeCapability, card)[0]
+    name = _text(attempt(nvml.nvmlDeviceGetName, card)[0]) or "NVIDIA GPU"
     return GpuFacts(
         index=index,
-        name=_text(attempt(nvml.nvmlDeviceGetName, card)[0]) or "NVIDIA GPU",
+        name=name,
         capability=None if capability is None else tuple(capability),
         total_bytes=total,
         free_bytes=free,
-        attention=_attention(capability),
+        attention=_attention(capability, name),
+        **(attempt(_tuned, name, capability)[0] or {}),
     )
 
 
-def _attention(capability: tuple[int, int] | None) -> str | None:
+def _attention(capability: tuple[int, int] | None, card: str) -> str | None:
     """What the registry picks, in its own words."""
     if capability is None:
         return None
     from sdx_accel.runtime.warm import what_runs
 
-    return attempt(what_runs, tuple(capability))[0]
+    return attempt(what_runs, tuple(capability), card)[0]
+
+
+def _tuned(card: str, capability: tuple[int, int] | None) -> dict[str, str]:
+    """The order that `bench --tune` left for a card: which is in use, or why it is not."""
+    if capability is None:
+        return {}
+    from sdx_kernels.tuning.measured_order import measured
+
+    found = measured(card, *capability)
+    if found.path is None:
+        return {}
+    if found.ignored:
+        return {"untuned": f"{found.path} is ignored: {found.ignored}"}
+    count = len(found.entries)
+    return {"tuned": f"{found.path} (digest {found.digest}, {count} changes to the shipped order)"}
 
 
 def _other_gpus(torch: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from sdx_accel.errors import RefusedError
 from sdx_accel.runtime.enforce import PhaseRecord
 from sdx_accel.runtime.plot import plot_plan
 from sdx_accel.runtime.recovery import Retry
+from sdx_kernels.tuning.measured_order import in_use
 
 __all__ = ["Report"]
 
@@ -30,6 +31,7 @@ class Report:
         plan: the plan that is being held, or None.
         retries: calls of the newest picture that ran again after memory was refused.
         fused: by component, how each autoencoder decodes and encodes, and why.
+        orders: (card, digest) of each order of attention that `bench --tune` measured here.
     """
 
     layers: tuple[sdx_patches.Layer, ...]
@@ -37,6 +39,7 @@ class Report:
     plan: Plan | None
     retries: tuple[Retry, ...] = ()
     fused: Mapping[str, str] = field(default_factory=dict)
+    orders: tuple[tuple[str, str], ...] = field(default_factory=in_use)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-ready values."""
@@ -46,6 +49,7 @@ class Report:
             "plan": None if self.plan is None else self.plan.to_dict(),
             "retries": [asdict(retry) for retry in self.retries],
             "fused": dict(self.fused),
+            "orders": [{"card": card, "digest": digest} for card, digest in self.orders],
         }
 
     def to_json(self) -> str:
@@ -80,4 +84,9 @@ class Report:
         ]
         lines += [str(phase) for phase in self.phases]
         lines += [str(retry) for retry in self.retries]
+        if lines:
+            lines += [
+                f"attention's order was measured on this {card} by bench --tune (digest {digest})"
+                for card, digest in self.orders
+            ]
         return "\n".join(lines) if lines else "sdx_accel is not enabled here"

@@ -1,27 +1,20 @@
-"""Small JSON files that this user's runs leave for the next ones. Knows folders, not contents."""
+"""Small JSON files that this user's runs leave for the next ones. Knows folders, not contents.
+
+`cache_folder` is the kernels' own, which read the order that was measured on a card from it.
+"""
 
 import json
 import logging
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from sdx_kernels.tuning.cache_folder import cache_folder
+
 __all__ = ["cache_folder", "read_values", "write_values"]
 
 _log = logging.getLogger("sdx_accel")
-
-
-def cache_folder() -> Path | None:
-    """`$SDX_CACHE`, else `sdx_accel` in the user's cache folder; None without a home folder."""
-    if named := os.environ.get("SDX_CACHE"):
-        return Path(named)
-    if cache := os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME"):
-        return Path(cache) / "sdx_accel"
-    # without a home folder expanduser returns "~" as it came
-    home = os.path.expanduser("~")
-    return Path(home) / ".cache" / "sdx_accel" if os.path.isabs(home) else None
 
 
 def read_values(folder: Path | None, name: str) -> dict[str, Any] | None:

@@ -49,21 +49,22 @@ SHAPES = (
 DISPLAY_NAMES = {"triton": "our Triton kernel", "sdpa": "torch's SDPA", "reference": "plain torch"}
 
 
-def what_runs(capability: tuple[int, int]) -> str:
+def what_runs(capability: tuple[int, int], card: str = "") -> str:
     """One sentence on what the registry picks on a card, in fp16; needs no such card.
 
     Args:
         capability: CUDA compute capability, from (8, 0) on.
+        card: its name, for what `bench --tune` measured on it.
     """
-    plain, why = _pick(SHAPES[0], capability)
-    masked, _ = _pick(SHAPES[4], capability)
+    plain, why = _pick(SHAPES[0], capability, card)
+    masked, _ = _pick(SHAPES[4], capability, card)
     reason = f" ({why})" if why else ""
     if plain == masked:
         return f"attention by {plain}{reason}"
     return f"attention by {plain}{reason}; with a mask by {masked}"
 
 
-def _pick(shape: AttentionShape, capability: tuple[int, int]) -> tuple[str, str]:
+def _pick(shape: AttentionShape, capability: tuple[int, int], card: str) -> tuple[str, str]:
     """The implementation's name for people, and why ours is passed over, "" if it is not."""
     import torch
 
@@ -72,7 +73,7 @@ def _pick(shape: AttentionShape, capability: tuple[int, int]) -> tuple[str, str]
     from sdx_kernels.target import Target
 
     signature = Signature(
-        target=Target("cuda", capability),
+        target=Target("cuda", capability, name=card),
         dtype=torch.float16,
         output_dtype=torch.float16,
         batch=2,

@@ -12,7 +12,7 @@ from sdx_kernels.ops.attention_triton_impls import TRITON_IMPLEMENTATIONS
 from sdx_kernels.reference.attention_chunks import attention_forward
 from sdx_kernels.reference.structures import Structure
 from sdx_kernels.registry import TOLERANCE, Impl, Operator
-from sdx_kernels.tuning.attention_order import preference
+from sdx_kernels.tuning.measured_order import order
 
 __all__ = ["OPERATOR", "TORCH_NAMES", "structure_of"]
 
@@ -54,5 +54,5 @@ OPERATOR = Operator(
             closest="float16, bfloat16, float32 or float64 inputs",
         ),
     ),
-    prefer=preference,
+    prefer=order,
 )

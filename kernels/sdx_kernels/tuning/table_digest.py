@@ -1,16 +1,19 @@
 """What names the tuning tables of an installation: equal digests launch the same configurations."""
 
-import functools
 import hashlib
-from pathlib import Path
+
+from sdx_kernels.tuning.measured_order import in_use
+from sdx_kernels.tuning.shipped_digest import shipped_digest
 
 __all__ = ["table_digest"]
 
 
-@functools.cache
 def table_digest() -> str:
-    """Twelve hex digits of all tables, which decide who runs and with which tile."""
-    everything = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
-        everything.update(file.name.encode() + file.read_bytes())
-    return everything.hexdigest()[:12]
+    """Twelve hex digits of the shipped tables, and of the orders measured on this machine's cards.
+
+    Without a measured order in use, as on every machine without a GPU, the shipped tables' own.
+    """
+    measured = sorted({digest for _, digest in in_use()})
+    if not measured:
+        return shipped_digest()
+    return hashlib.sha256("\n".join((shipped_digest(), *measured)).encode()).hexdigest()[:12]
