@@ -83,6 +83,28 @@ def test_other_tools_may_have_budgets_of_their_own(written):
     assert Bench(parser().parse_args([*line, "--peer-budgets", "6"]))._peer_budgets() == (6.0,)
 
 
+def test_graphs_come_after_all_rows_and_only_where_weights_stream(written, monkeypatch):
+    bench = Bench(parser().parse_args(["--tiny", "--graph"]))
+    pipe = bench.load()
+    held = []
+
+    def graph(self, pipe, session, size):
+        held.append((session.plan.budget_gib, size))
+        return {"graph_s_per_step": 0.5}
+
+    monkeypatch.setattr(Bench, "_streamed_graph", graph)
+    monkeypatch.setattr(Bench, "_use_link", lambda *_: None)
+    rows = [
+        {"vram": 2.0, "size": 64, "streamed_gib": 1.0},
+        {"vram": 3.0, "size": 64, "streamed_gib": 0.0},
+        {"vram": 0.1, "size": 64, "why": "does not fit"},
+    ]
+    bench.graphs(pipe, rows, {})
+    assert held == [(2.0, 64)]
+    assert [row.get("graph_s_per_step") for row in rows] == [0.5, None, None]
+    pipe.disable_xattn()
+
+
 def test_a_table_says_why_a_budget_does_not_fit():
     row = {"row": "budget", "size": 64, "vram": 0.5, "throttle": None, "why": "too small"}
     (*_, last) = streamed({"rows": [{"row": "computing"}, row]}).splitlines()
