@@ -63,16 +63,33 @@ def test_make_test_runs_every_check(tmp_path: Path) -> None:
     assert [commands.index(step) for step in order] == sorted(map(commands.index, order))
 
 
+def folders(commands: list[str]) -> list[str]:
+    """The folders of tests that commands name, in order of their names."""
+    return sorted(word for line in commands for word in line.split() if word.startswith("tests/"))
+
+
 def test_an_environment_of_one_s_own_makes_no_venv() -> None:
     commands = plan("gpu", f"PY={sys.executable}")
     assert "venv" not in commands.replace(sys.executable, "")
     parts = [line for line in commands.splitlines() if "-m pytest" in line]
     assert all(f'{sys.executable} -m pytest -m "gpu and not slow"' in line for line in parts)
-    # every folder of tests once, those that measure memory in one process
-    folders = sorted(word for line in parts for word in line.split() if word.startswith("tests/"))
-    assert folders == ["tests/accel", "tests/kernels", "tests/notebooks", "tests/patches"]
+    # every folder with short tests once, those that measure memory in one process
+    assert folders(parts) == ["tests/accel", "tests/kernels", "tests/patches"]
     assert [" -n auto" in line for line in parts] == [True, False]
     assert "sdx_accel.bench.gpu" in commands
+
+
+def test_every_gpu_test_is_in_gpu_all() -> None:
+    commands = plan("gpu-all", f"PY={sys.executable}").splitlines()
+    parts = [line for line in commands if "-m pytest" in line]
+    assert folders(parts) == ["tests/accel", "tests/kernels", "tests/notebooks", "tests/patches"]
+    tests = Path(__file__).parents[1]
+    marked = {
+        f"tests/{file.relative_to(tests).parts[0]}"
+        for file in tests.rglob("test_*.py")
+        if "mark.gpu" in file.read_text(encoding="utf-8") and file != Path(__file__)
+    }
+    assert marked <= set(folders(parts))
 
 
 def test_make_gpu_without_a_gpu_says_so_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
