@@ -230,6 +230,9 @@ def warm_up(device: torch.device, dtypes: list[torch.dtype]) -> None:
     cuBLAS, cuDNN and the attention kernels are loaded by the driver at their first use, 60-300 MiB
     in all; a cap computed before that would be too high.
     """
+    # torch makes its streams, 32 of each priority, when the first one is asked for, as a ring of
+    # weights or a calibration does: 72 MiB on an H200, more than a cap's margin
+    torch.cuda.Stream(device)
     for dtype in dict.fromkeys(dtypes):
         picture = torch.zeros(1, 64, 64, 64, device=device, dtype=dtype)
         kernel = torch.zeros(64, 64, 3, 3, device=device, dtype=dtype)

@@ -25,6 +25,7 @@ from sdx_accel.runtime.calibration import (
     steady_seconds,
 )
 from sdx_accel.runtime.card_speed import CudaMeasure
+from sdx_accel.runtime.probe import warm_up
 from sdx_accel.runtime.user_cache import cache_folder, read_values, write_values
 
 
@@ -400,3 +401,14 @@ def test_measuring_leaves_the_users_random_numbers_alone(monkeypatch):
     torch.manual_seed(7)
     measure.work("tiny")
     assert torch.equal(torch.rand(4), expected)
+
+
+def test_streams_are_there_when_the_card_is_read(monkeypatch):
+    """torch makes 64 of them with the first, 72 MiB that only a ring would have shown."""
+    made = []
+    monkeypatch.setattr(torch.cuda, "Stream", made.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: made.append("read"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    device = torch.device("cpu")
+    warm_up(device, [])
+    assert made == [device, "read"]
