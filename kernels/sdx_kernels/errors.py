@@ -23,4 +23,11 @@ class InvalidInputs(KernelError, ValueError):
 
 
 class LaunchRefused(KernelError, RuntimeError):
-    """The driver refused every launch configuration of a kernel for lack of resources."""
+    """The driver refused every launch configuration of a kernel for lack of resources.
+
+    Attributes:
+        of_tensors: it was these tensors' strides or addresses instead, which others of equal
+            shapes need not have.
+    """
+
+    of_tensors = False

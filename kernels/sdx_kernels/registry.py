@@ -39,10 +39,15 @@ def count(name: str) -> int:
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs, and each passed-over candidate's reasons (all of them)."""
+    """What runs, and each passed-over candidate's reasons (all of them).
+
+    Attributes:
+        settled: False where a better one refused these very tensors, and might run with others.
+    """
 
     name: str
     reasons: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    settled: bool = field(default=True, compare=False)
 
 
 @dataclass(frozen=True)

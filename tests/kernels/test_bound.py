@@ -108,7 +108,6 @@ def test_a_launch_again_gets_what_a_first_launch_would(
     recorder, written = recorders[op], torch.empty(2, 130, 3, 64, dtype=torch.float16)
     # one output for all, so that whole launches can be compared
     monkeypatch.setattr(torch, "empty", lambda *a, **k: written)
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: written)
     attend(*inputs(), masks()[name], op=op)
     attend(*inputs(), masks()[name], op=op)
     # the first launch of a settled call is the last that is inspected
@@ -195,3 +194,44 @@ def test_another_current_card_is_never_handed_a_binary(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     attend(*inputs(), op="triton")
     assert len(recorders["triton"].again) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("settled", [False, True])
+def test_tensors_that_a_descriptor_cannot_hold_demote_no_others(
+    settled: bool, recorders: dict[str, Recorder]
+) -> None:
+    good = random_inputs(1, 1024, 1024, 1, 64, dtype=torch.bfloat16)
+    odd = torch.cat([good[0].flatten()[:1], good[0].flatten()])[1:].view(good[0].shape)
+    assert odd.data_ptr() % 16
+    if settled:
+        assert attend(*good)[1].name == "triton-tma"
+    for _ in range(2):
+        assert attend(odd, *good[1:])[1].name != "triton-tma"
+        assert attend(*good)[1].name == "triton-tma"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("op", KERNELS)
+def test_a_subclass_of_tensor_is_not_handed_on(op: str, recorders: dict[str, Recorder]) -> None:
+    class Mine(torch.Tensor):
+        pass
+
+    tensors = [tensor.as_subclass(Mine) for tensor in inputs()]
+    assert {type(attend(*tensors, op=op)[0]) for _ in range(4)} == {torch.Tensor}
+    assert recorders[op].again
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("op", KERNELS)
+def test_a_strided_tensor_is_copied_once_a_call(
+    op: str, recorders: dict[str, Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = []
+    real = torch.Tensor.contiguous
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda t: copies.append(1) or real(t))
+    _, k, v = inputs()
+    strided = torch.zeros(2, 130, 3, 128, dtype=torch.float16)[..., ::2]
+    for calls in (1, 2, 3):
+        attend(strided, k, v, op=op)
+        assert len(copies) == calls

@@ -22,6 +22,7 @@ __all__ = [
     "LN2",
     "LOG2E",
     "Bound",
+    "Unaligned",
     "band_bounds",
     "dropout_draw",
     "mask_bytes",
@@ -145,7 +146,8 @@ class Bound:
             mask: torch.Tensor | None,
             scale: float,
         ) -> torch.Tensor:
-            out = query.new_empty(shape)
+            # and not new_empty, which would hand a subclass of Tensor on
+            out = torch.empty(shape, dtype=query.dtype, device=query.device)
             masked = query if mask is None else mask_bytes(mask)
             masks = (masked, query) if biased else (query, masked)
             factor = scale if biased else scale * LOG2E
@@ -154,6 +156,15 @@ class Bound:
             return out
 
         return again
+
+
+class Unaligned(LaunchRefused):
+    """Strides or addresses that a tensor descriptor cannot hold."""
+
+    of_tensors = True
+
+    def __init__(self) -> None:
+        super().__init__("a stride or address is no multiple of 16 bytes")
 
 
 #: told of every launch before it is made, where a test wants to know

@@ -17,8 +17,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sdx_kernels import target
-from sdx_kernels._triton.attention_launch import Bound, run_ladder
-from sdx_kernels.errors import LaunchRefused
+from sdx_kernels._triton.attention_launch import Bound, Unaligned, run_ladder
 from sdx_kernels.registry import Again
 from sdx_kernels.tuning.attention import AttentionConfig, padded
 from sdx_kernels.tuning.attention_tma import TmaConfig, warm_keys
@@ -270,7 +269,7 @@ def _descriptor(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
     fields = _described.get(key)
     if fields is None or tensor.data_ptr() % 16 != 0:
         if not describable(tensor):
-            raise LaunchRefused("a stride or address is no multiple of 16 bytes")
+            raise Unaligned
         batch, length, heads, dim = tensor.shape
         # the stride of a dim of size 1 means nothing, and need not be a multiple of 16 bytes
         step = 16 // tensor.dtype.itemsize
@@ -310,7 +309,7 @@ def _again(bound: Bound, described: tuple[TensorDescriptor, ...]) -> Again:
         mask: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor:
-        out = query.new_empty(shape)
+        out = torch.empty(shape, dtype=query.dtype, device=query.device)
         bound(
             _like(q, query),
             _like(k, key),

@@ -13,14 +13,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from sdx_kernels import target
 from sdx_kernels._triton.attention_bwd_launch import WIDE, constants_for, grid_for
 from sdx_kernels._triton.attention_bwd_rows import rows_kernel
-from sdx_kernels._triton.attention_launch import LOG2E, reach, run_ladder
+from sdx_kernels._triton.attention_launch import LOG2E, Unaligned, reach, run_ladder
 from sdx_kernels._triton.attention_tma import _descriptor, describable
 from sdx_kernels._triton.attention_tma_bwd import (
     keys_tma_kernel,
     marks_kernel,
     queries_tma_kernel,
 )
-from sdx_kernels.errors import LaunchRefused
 from sdx_kernels.tuning.attention import AttentionConfig, padded
 from sdx_kernels.tuning.attention_tma_bwd import TmaBackwardLadder, TmaGradConfig
 
@@ -98,7 +97,7 @@ def launch_attention_tma_bwd(
     device = query.device
     if not all(describable(tensor) for tensor in (query, key, value)):
         # before anything is launched: what follows would be done in vain
-        raise LaunchRefused("a stride or address is no multiple of 16 bytes")
+        raise Unaligned
     # reached for the row facts, which go by pointers
     query, key, value = reach(query, 1), reach(key, 1), reach(value, 1)
     grad, out = _dense(reach(grad.to(query.dtype), 1)), _dense(reach(out, 1))

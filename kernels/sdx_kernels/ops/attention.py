@@ -55,12 +55,14 @@ def run(
     """
     choice = OPERATOR.require(inputs, only)
     refused: dict[str, tuple[str, ...]] = {}
+    settled = True
     with library.without_autocast(inputs.query.device.type):
         while True:
             try:
                 out, lse = _run(OPERATOR.get(choice.name), inputs, backward_by)
             except LaunchRefused as refusal:
                 refused[choice.name] = (str(refusal),)
+                settled = settled and not refusal.of_tensors
                 names = only or tuple(i.name for i in OPERATOR.ordered() if i.priority >= 0)
                 rest = tuple(name for name in names if name not in refused)
                 if not rest:
@@ -72,7 +74,7 @@ def run(
     if not torch.compiler.is_compiling():
         launches[choice.name] += 1
     if refused:
-        choice = Choice(choice.name, {**choice.reasons, **refused})
+        choice = Choice(choice.name, {**choice.reasons, **refused}, settled)
     return out.reshape(inputs.shape), lse, choice
 
 
@@ -97,15 +99,17 @@ def attend(
     if known is not None and (hit := recall(known, query)) is not None:
         try:
             return hit(query, key, value, scale, attn_bias), hit.choice
-        except LaunchRefused:
-            forget(known)
+        except LaunchRefused as refusal:
+            if not refusal.of_tensors:
+                forget(known)
     only = allowed_by(op)
     inputs = attention_inputs(
         query, key, value, attn_bias, p, scale, output_dtype, explicit=only is not None
     )
     out, _, choice = run(inputs, only, backward_by(op, only))
     # a call whose tensors had to be converted takes the long way each time
-    if known is not None and inputs.query is query and inputs.key is key and inputs.value is value:
+    as_given = inputs.query is query and inputs.key is key and inputs.value is value
+    if known is not None and as_given and choice.settled:
         remember(known, inputs.signature, OPERATOR.get(choice.name), choice, inputs.band)
     return out, choice
 
