@@ -1,7 +1,7 @@
 """What a call costs in Python before the GPU gets its work: `attend` beside torch's SDPA.
 
 Small inputs, so that the host is the limit; both in turns, in rounds of 100 calls each, after 20
-that do not count, with the same transposes for both. The hosts of rented GPUs drift by half within
+that do not count, with the same transposes for both. A shared host's speed drifts by half within
 seconds, so the figure is the median of the rounds' differences; it may be 12 µs.
 
     python kernels/bench/bench_dispatch.py --json dispatch.json
