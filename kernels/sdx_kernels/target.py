@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Target", "interpreting", "of", "triton_status"]
+__all__ = ["Target", "has_descriptors", "interpreting", "of", "triton_status"]
 
 _log = logging.getLogger("sdx_kernels")
 
@@ -89,6 +89,26 @@ def _import_triton() -> tuple[bool, str | None]:
         _log.info("%s: torch's own attention kernels are used instead", reason)
         return False, reason
     return True, None
+
+
+#: the answer, once asked
+_descriptors: list[bool] = []
+
+
+def has_descriptors() -> bool:
+    """Whether this Triton has tensor descriptors: 3.4 and newer do, torch 2.7 comes with 3.3."""
+    if not _descriptors:
+        try:
+            importlib.import_module("triton.tools.tensor_descriptor")
+        except ImportError:
+            _descriptors.append(False)
+        else:
+            _descriptors.append(True)
+    return _descriptors[0]
+
+
+# as `triton_status`
+has_descriptors._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def interpreting() -> bool:

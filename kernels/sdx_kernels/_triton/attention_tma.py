@@ -14,10 +14,10 @@ import torch
 import triton
 import triton.language as tl
 from triton.compiler import ASTSource
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sdx_kernels import target
 from sdx_kernels._triton.attention_launch import Bound, Unaligned, run_ladder
+from sdx_kernels._triton.descriptors import TensorDescriptor
 from sdx_kernels.registry import Again
 from sdx_kernels.tuning.attention import AttentionConfig, padded
 from sdx_kernels.tuning.attention_tma import TmaConfig, warm_keys

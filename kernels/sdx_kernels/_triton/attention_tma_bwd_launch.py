@@ -8,7 +8,6 @@ import functools
 from typing import Any
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sdx_kernels import target
 from sdx_kernels._triton.attention_bwd_launch import WIDE, constants_for, grid_for
@@ -20,6 +19,7 @@ from sdx_kernels._triton.attention_tma_bwd import (
     marks_kernel,
     queries_tma_kernel,
 )
+from sdx_kernels._triton.descriptors import TensorDescriptor
 from sdx_kernels.tuning.attention import AttentionConfig, padded
 from sdx_kernels.tuning.attention_tma_bwd import TmaBackwardLadder, TmaGradConfig
 

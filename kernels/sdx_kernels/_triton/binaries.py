@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
+
+from sdx_kernels._triton.descriptors import TensorDescriptor
 
 __all__ = ["quicken", "start"]
 

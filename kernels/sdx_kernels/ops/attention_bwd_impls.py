@@ -15,6 +15,7 @@ from sdx_kernels.ops.attention_reasons import (
     DTYPES,
     HALF,
     OLDEST,
+    descriptor_reasons,
     dtype_reason,
     triton_reasons,
 )
@@ -179,7 +180,7 @@ def _tma_ladder(s: Signature) -> TmaBackwardLadder | None:
 
 def _tma_reasons(s: Signature) -> list[str]:
     reasons = triton_reasons(s, HALF, DESCRIPTORS) + width_reason(s, MAX_TMA_GRAD_DIM)
-    reasons += structure_reasons(s, key_mask=False)
+    reasons += descriptor_reasons() + structure_reasons(s, key_mask=False)
     if s.bias != "none":
         reasons.append("attn_bias is a tensor")
     if s.head_dim % 8 or s.value_dim % 8:

@@ -8,7 +8,15 @@ import torch
 from sdx_kernels import target
 from sdx_kernels.checks import Signature
 
-__all__ = ["DTYPES", "HALF", "OLDEST", "age_reason", "dtype_reason", "triton_reasons"]
+__all__ = [
+    "DTYPES",
+    "HALF",
+    "OLDEST",
+    "age_reason",
+    "descriptor_reasons",
+    "dtype_reason",
+    "triton_reasons",
+]
 
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DTYPES = (*TRITON_DTYPES, torch.float64)
@@ -66,3 +74,10 @@ def triton_reasons(
     if s.batch * s.heads * -(-s.queries // 16) > 2**31 - 1:
         reasons.append("batch x heads x query tiles > 2**31 - 1")
     return reasons
+
+
+def descriptor_reasons() -> list[str]:
+    """Why kernels through tensor descriptors are refused by the Triton that is installed."""
+    # a Triton that cannot be imported is another reason, and asking it more would raise again
+    absent = target.triton_status()[0] and not target.has_descriptors()
+    return ["Triton before 3.4 has no tensor descriptors"] if absent else []

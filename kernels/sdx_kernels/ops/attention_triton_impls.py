@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sdx_kernels.checks import AttentionInputs, Signature
-from sdx_kernels.ops.attention_reasons import HALF, OLDEST, triton_reasons
+from sdx_kernels.ops.attention_reasons import HALF, OLDEST, descriptor_reasons, triton_reasons
 from sdx_kernels.registry import TOLERANCE, Again, Impl
 from sdx_kernels.tuning.attention import (
     MAX_AUTOMATIC_FP32_DIM,
@@ -197,7 +197,7 @@ def _tma_ladder(s: Signature) -> tuple[TmaConfig, ...]:
 
 def _tma_reasons(s: Signature) -> list[str]:
     reasons = triton_reasons(s, HALF, DESCRIPTORS) + width_reason(s, MAX_TMA_HEAD_DIM)
-    reasons += structure_reasons(s, key_mask=False)
+    reasons += descriptor_reasons() + structure_reasons(s, key_mask=False)
     if s.bias != "none":
         reasons.append("attn_bias is a tensor")
     if s.head_dim % 8 or s.value_dim % 8:
